@@ -89,13 +89,6 @@ def method_of(name, group, world, rank):
 METHODS = ("gather", "all to all", "heads")
 
 
-def keep_of_ranks(layout, keep):
-    layouts = [
-        SequenceLayout(layout.size, layout.ranks, r, layout.balanced) for r in range(layout.ranks)
-    ]
-    return torch.stack([of_rank.take(keep, 1) for of_rank in layouts])
-
-
 @everywhere
 @pytest.mark.parametrize("padded", [False, True], ids=["all", "padded"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
@@ -109,7 +102,7 @@ def test_keys_of_all_ranks(method, causal, heads, padded):
         > 0.4
     )
     keep[0, :3] = False  # rows that see nothing
-    call = AttentionCall(None, 0.0, causal, SCALE, keep_of_ranks(layout, keep) if padded else None)
+    call = AttentionCall(None, 0.0, causal, SCALE, keep if padded else None)
     attend = functools.partial(attention, call=call)
     inputs = whole_inputs(*heads, torch.float64)
     compare(
@@ -217,7 +210,7 @@ def test_masks(method, what):
                 f"{own}", layout, functools.partial(method, call=call), inputs, reference, 1e-10
             )
         if own and plain.dtype == torch.bool:
-            call.keep = keep_of_ranks(layout, keep)
+            call.keep = keep
             reference = expected(inputs, False, mask=plain & keep[:, None, None])
             compare(
                 "padded", layout, functools.partial(method, call=call), inputs, reference, 1e-10

@@ -8,7 +8,6 @@ import torch
 from packages import package
 
 from accelerate.core.errors import ConfigurationError
-from accelerate.parallel.context.requirements import builds_masks
 from accelerate.parallel.context.shard import SequenceLayout
 from accelerate.parallel.context.transformers_models import adapt_inputs, full_masks, registered
 
@@ -104,10 +103,3 @@ def test_registries_are_as_they_were():
         assert AttentionInterface()["sdpa"] is not former[0]
         assert AttentionMaskInterface()["sdpa"] is not former[1]
     assert (AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]) == former
-
-
-def test_models_that_take_their_masks_from_transformers():
-    from transformers.models.gemma3 import modeling_gemma3
-
-    assert builds_masks(modeling_gemma3.__name__)
-    assert not builds_masks("transformers.models.t5.no_such_module") and not builds_masks("json")

@@ -30,7 +30,7 @@ class AttentionCall:
     dropout: float
     causal: bool
     scale: float | None
-    # (ranks, batch, rows): the keys of each rank that are not padding; None for all.
+    # (batch, length): the keys of the sequence that are not padding; None for all.
     keep: torch.Tensor | None = None
     # Whether queries were (batch, rows, width): the first of three dimensions of a mask is then the batch.
     flat: bool = False
@@ -80,7 +80,10 @@ class SplitAttention:
                 key.repeat_interleave(groups, dim=1),
                 value.repeat_interleave(groups, dim=1),
             )
-        with self.random.seeded() if call.dropout > 0.0 else contextlib.nullcontext():
+        random: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if call.dropout > 0.0:
+            random = self.random.seeded()
+        with random:
             return plain_attention(
                 query,
                 key,
@@ -98,14 +101,14 @@ class SplitAttention:
         """(the mask without keys that are padding, whether attention is causal instead), for rows at positions."""
         if call.keep is None:
             return mask, causal
-        shown = self.layout.join(list(call.keep), 1)[:, None, None]
+        shown = call.keep[:, None, None]
         if causal:
             shown = shown & (rows[:, None] >= torch.arange(shown.shape[-1], device=rows.device))
         if mask is None:
             return shown, False
-        return mask & shown if mask.dtype == torch.bool else mask.masked_fill(
-            ~shown, float("-inf")
-        ), False
+        if mask.dtype == torch.bool:
+            return mask & shown, False
+        return mask.masked_fill(~shown, float("-inf")), False
 
 
 class ContextAttention(SplitAttention):
@@ -131,7 +134,8 @@ class ContextAttention(SplitAttention):
     ) -> torch.Tensor:
         """Compute the attention of this rank's rows to the keys of all ranks."""
         if call.mask is None:
-            mask, causal = (None, call.causal)
+            mask = None
+            causal = call.causal
         else:
             mask, causal = self.masks.own_rows(call.mask, query, call.flat)
         key, value = full_keys(key, value, self.group, self.layout, self.all_to_all)
@@ -140,12 +144,13 @@ class ContextAttention(SplitAttention):
         if not causal:
             return self.attend(query, key, value, call, mask)
         # Each of this rank's chunks sees the keys up to its own end.
-        outputs, size = [], key.shape[2] // self.layout.multiple
-        for chunk, part in zip(
-            self.layout.chunks(self.layout.rank), query.split(size, dim=2), strict=True
-        ):
+        outputs = []
+        size = key.shape[2] // self.layout.multiple
+        chunks = self.layout.chunks(self.layout.rank)
+        for chunk, part in zip(chunks, query.split(size, dim=2), strict=True):
             end = (chunk + 1) * size
-            keys, values = key[:, :, :end], value[:, :, :end]
+            keys = key[:, :, :end]
+            values = value[:, :, :end]
             mask = self.causal_mask(size, end)
             outputs.append(self.attend(part, keys, values, call, mask))
         return torch.cat(outputs, dim=2)
@@ -169,17 +174,20 @@ class SequenceAttention(SplitAttention):
         """Compute the attention of this rank's heads over the full sequence."""
         ranks = self.layout.ranks
         if call.mask is None:
-            mask, causal = (None, call.causal)
+            mask = None
+            causal = call.causal
         else:
             mask, causal = self.masks.own_heads(call.mask, query, call.flat)
         query, key, value = spread_inputs(query, key, value, self.group, ranks)
         rows = torch.arange(query.shape[2], device=query.device)
         mask, causal = self.without_padding(mask, causal, call, rows)
-        return split_rows(self.attend(query, key, value, call, mask, causal), self.group, ranks)
+        out = self.attend(query, key, value, call, mask, causal)
+        return split_rows(out, self.group, ranks)
 
     def sent(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Sent:
         """What a rank sends for one attention of these sizes and its backward."""
-        ranks, copies = self.layout.ranks, copies_of_heads(key.shape[1], self.layout.ranks)
+        ranks = self.layout.ranks
+        copies = copies_of_heads(key.shape[1], ranks)
         out = query.nbytes // query.shape[-1] * value.shape[-1]
         moved = query.nbytes + out + copies * (key.nbytes + value.nbytes)
         together = query.shape[-1] == key.shape[-1] == value.shape[-1]

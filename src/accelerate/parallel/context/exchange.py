@@ -65,12 +65,11 @@ def full_keys(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values (batch, heads, rows, width) of the full sequence, in one message."""
     message = torch.cat([key.flatten(), value.flatten()])
-    rows = _Gather.apply(message, group, all_to_all).split([key.numel(), value.numel()], dim=1)
-    keys, values = (
-        layout.join(part.reshape(layout.ranks, *tensor.shape).unbind(), 2)
-        for part, tensor in zip(rows, (key, value), strict=True)
-    )
-    return keys, values
+    rows = _Gather.apply(message, group, all_to_all)
+    keys, values = rows.split([key.numel(), value.numel()], dim=1)
+    keys = keys.reshape(layout.ranks, *key.shape)
+    values = values.reshape(layout.ranks, *value.shape)
+    return layout.join(keys.unbind(), 2), layout.join(values.unbind(), 2)
 
 
 class _GroupContext(FunctionCtx):
@@ -96,6 +95,17 @@ def _all_to_all(shards: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     received = torch.empty_like(shards)
     transport.exchange(received, shards, group)
     return received
+
+
+def gather_rows(
+    shard: torch.Tensor, dimension: int, group: dist.ProcessGroup, layout: SequenceLayout
+) -> torch.Tensor:
+    """The full tensor of which each rank has its rows along `dimension`. It has no gradient."""
+    row = shard.detach().flatten()
+    # As bytes: not all backends send every dtype.
+    rows = transport.all_gather(row.view(torch.uint8), group).view(shard.dtype)
+    shards = rows.view(layout.ranks, *shard.shape)
+    return layout.join(shards.unbind(), dimension)
 
 
 def split_heads(heads: torch.Tensor, group: dist.ProcessGroup, ranks: int) -> torch.Tensor:
@@ -129,24 +139,24 @@ def spread_inputs(
     Where there are fewer key heads than ranks, each is sent to all ranks that have queries for it.
     Source: S. A. Jacobs et al., "DeepSpeed Ulysses" (2023).
     """
-    heads, key_heads = query.shape[1], key.shape[1]
+    heads = query.shape[1]
     if heads % ranks:
         raise ConfigurationError(
             f"sp_size={ranks} does not divide the {heads} attention heads of a layer: each rank takes some of them. "
             "Choose a divisor, or split with cp_size, which does not split heads."
         )
-    copies = copies_of_heads(key_heads, ranks)
+    copies = copies_of_heads(key.shape[1], ranks)
     if copies > 1:
-        key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
-    if (
-        not query.shape[-1] == key.shape[-1] == value.shape[-1]
-        or not query.dtype == key.dtype == value.dtype
-    ):
-        return tuple(split_heads(tensor, group, ranks) for tensor in (query, key, value))  # type: ignore[return-value]
+        key = key.repeat_interleave(copies, dim=1)
+        value = value.repeat_interleave(copies, dim=1)
+    inputs = (query, key, value)
+    widths = {tensor.shape[-1] for tensor in inputs}
+    dtypes = {tensor.dtype for tensor in inputs}
+    if len(widths) > 1 or len(dtypes) > 1:
+        return tuple(split_heads(tensor, group, ranks) for tensor in inputs)  # type: ignore[return-value]
     # A rank's heads of all three lie next to each other.
-    joined = torch.cat([tensor.unflatten(1, (ranks, -1)) for tensor in (query, key, value)], dim=2)
+    joined = torch.cat([tensor.unflatten(1, (ranks, -1)) for tensor in inputs], dim=2)
     together = split_heads(joined.flatten(1, 2), group, ranks)
-    query, key, value = together.split(
-        [heads // ranks, key.shape[1] // ranks, key.shape[1] // ranks], dim=1
-    )
+    of_rank = key.shape[1] // ranks
+    query, key, value = together.split([heads // ranks, of_rank, of_rank], dim=1)
     return query, key, value

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ...collectives import transport
 from ...core.errors import ConfigurationError
+from .exchange import gather_rows
 from .shard import SequenceLayout
 
 # A score to which this is added vanishes next to any other.
@@ -42,60 +42,61 @@ class MaskReader:
         self, mask: torch.Tensor, query: torch.Tensor, flat: bool
     ) -> tuple[torch.Tensor | None, bool]:
         """As `own_rows`, for all rows of the sequence and this rank's heads; gathers the rows of other ranks."""
-        (shaped, is_local), layout = self._shaped(mask, query, flat), self.layout
-        rows, heads = query.shape[2], query.shape[1]
+        shaped, is_local = self._shaped(mask, query, flat)
+        layout = self.layout
+        rows = query.shape[2]
         if is_local:
             return None, self._is_causal(shaped, rows)
         if shaped.shape[2] == rows:
             if shaped.requires_grad and torch.is_grad_enabled():
                 raise self._refuse(shaped, "it requires a gradient: give all of its rows")
-            if shaped.dtype == torch.bool:
-                sent = shaped.to(torch.uint8)
-            else:
-                sent = shaped
-            shards = (
-                transport.all_gather(sent.flatten(), self.group)
-                .view(layout.ranks, *sent.shape)
-                .to(shaped.dtype)
-            )
-            shaped = layout.join(list(shards), 2)
-        if shaped.shape[1] == heads > 1:
-            shaped = shaped.unflatten(1, (layout.ranks, -1)).select(1, layout.rank)
+            shaped = gather_rows(shaped, 2, self.group, layout)
+        if shaped.shape[1] == query.shape[1] > 1:
+            by_rank = shaped.unflatten(1, (layout.ranks, -1))
+            shaped = by_rank.select(1, layout.rank)
         return shaped, False
 
     def _shaped(
         self, mask: torch.Tensor, query: torch.Tensor, flat: bool
     ) -> tuple[torch.Tensor, bool]:
         """The mask in four dimensions, and whether it has this rank's columns only."""
-        rows = query.shape[2]
+        batch, heads, rows = query.shape[:3]
         length = rows * self.layout.ranks
         if mask.dtype != torch.bool and not mask.is_floating_point():
             raise self._refuse(
                 mask, f"its dtype is {mask.dtype}, not bool and not a floating point type"
             )
-        shaped = mask.unsqueeze(1) if flat and mask.dim() == 3 else mask
-        if 2 <= shaped.dim() < 4:
-            shaped = shaped[(None,) * (4 - shaped.dim())]
-        sizes = zip(shaped.shape, query.shape[:2], strict=False)
-        if shaped.dim() != 4 or any(size not in (1, of) for size, of in sizes):
-            raise self._refuse(
-                mask, f"it does not broadcast over {query.shape[0]} x {query.shape[1]} heads"
-            )
+        shaped = mask
+        if flat and mask.dim() == 3:
+            shaped = mask.unsqueeze(1)
+        while 2 <= shaped.dim() < 4:
+            shaped = shaped.unsqueeze(0)
+        if (
+            shaped.dim() != 4
+            or shaped.shape[0] not in (1, batch)
+            or shaped.shape[1] not in (1, heads)
+        ):
+            raise self._refuse(mask, f"it does not broadcast over {batch} x {heads} heads")
         if shaped.shape[3] == 1:
             shaped = shaped.expand(*shaped.shape[:3], length)
-        allowed = {length: (1, rows, length), rows: (1, rows)}
-        if shaped.shape[2] not in allowed.get(shaped.shape[3], ()):
+        columns = shaped.shape[3]
+        sizes = {1, rows}
+        if columns == length:
+            sizes.add(length)
+        if columns not in (length, rows) or shaped.shape[2] not in sizes:
             raise self._refuse(mask, f"the sequence has {length} rows, {rows} of them here")
         if shaped.is_floating_point():
             # Under autocast the queries may have another dtype.
             shaped = shaped.to(query.dtype)
-        return compact(shaped), shaped.shape[3] == rows
+        return compact(shaped), columns == rows
 
     def _is_causal(self, mask: torch.Tensor, rows: int) -> bool:
         """Whether a mask over this rank's rows and columns is causal; it must be, or show everything."""
-        shown = mask if mask.dtype == torch.bool else mask > _HIDDEN
-        if mask.dtype != torch.bool and bool((mask[shown] != 0).any()):
-            raise self._refuse(mask, "it adds a bias to scores of this rank's columns only")
+        shown = mask
+        if mask.dtype != torch.bool:
+            shown = mask > _HIDDEN
+            if bool((mask[shown] != 0).any()):
+                raise self._refuse(mask, "it adds a bias to scores of this rank's columns only")
         if bool(shown.all()):
             return False
         lower = torch.ones(rows, rows, dtype=torch.bool, device=mask.device).tril()

@@ -7,9 +7,9 @@ import contextlib
 import inspect
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from ...core.modules import class_name
 from ...data_loader.prepare import skip_first_batches
 from ...logging import MultiProcessAdapter, get_logger
 from ...parallelism_config import ParallelismConfig
+from ...precision.base import Precision
 from ...torch_internals import transformers_trainer
 from ...torch_internals.attention import (
     PUBLIC_NAME,
@@ -41,7 +42,7 @@ from .attention import (
     ShardRandom,
     SplitAttention,
 )
-from .requirements import REQUIREMENTS
+from .first_forward import compare_first
 from .shard import SequenceLayout, common_length, split_in_place
 
 logger: MultiProcessAdapter = get_logger(__name__)
@@ -54,20 +55,17 @@ class SequenceRegion:
     layout: SequenceLayout
     group: dist.ProcessGroup
     length: int
-    # Tensors that were split -> their former content, as long as they are alive.
+    # Tensors that were split -> (their former content, the dimension of the sequence), as long as they are alive.
     full_tensors: WeakTensorKeyDictionary
     # Whether inputs that are not split are an error. A loop over a split loader may also compute full sequences.
     strict: bool = True
-    has_tables: bool = False
-    calls: int = 0
-    # (ranks, batch, rows): the rows of each rank that are not padding; None for all.
+    # (batch, length): the rows of the sequence that are not padding; None for all.
     keep: torch.Tensor | None = None
     # Of sequences packed in rows: (positions, number of the sequence) of all columns; False without them, None before
     # a model has its inputs.
     packed: tuple[torch.Tensor, torch.Tensor] | Literal[False] | None = None
     # Whether a loader added positions that count every row.
     counted: bool = False
-    passes: dict[int, int] = field(default_factory=dict)
     sent: Sent = field(default_factory=dict)
     _positions: torch.Tensor | None = None
 
@@ -83,7 +81,7 @@ class SequenceRegion:
 
     def full_of(self, shard: torch.Tensor) -> torch.Tensor | None:
         """The content of a tensor before it was split; None for any other tensor."""
-        full: torch.Tensor | None = self.full_tensors.get(shard)
+        full: torch.Tensor | None = self.full_tensors.get(shard, (None, 0))[0]
         return full
 
     def positions(self, device: torch.device) -> torch.Tensor:
@@ -114,8 +112,10 @@ class ContextParallel:
     ) -> None:
         self.group = group
         self.length = length
-        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        self.layout: SequenceLayout = SequenceLayout(size, ranks, rank, balanced=size == "cp_size")
+        rank = dist.get_rank(group)
+        self.layout: SequenceLayout = SequenceLayout(
+            size, dist.get_world_size(group), rank, balanced=size == "cp_size"
+        )
         self.random: ShardRandom = ShardRandom(rank, device_type)
         self.attention: SplitAttention
         if size == "cp_size":
@@ -140,8 +140,6 @@ class ContextParallel:
         # Whether the last forward was on split sequences.
         self.was_split: bool = False
         self._sent: Sent = {}
-        # Once, of a model that takes no position_ids.
-        self.has_warned: bool = False
 
     @property
     def region(self) -> SequenceRegion | None:
@@ -233,7 +231,10 @@ class ContextParallel:
             self._open()
             stack.callback(self._close)
             stack.callback(self._end_block)
-            self._block = self._region(length, buffers, full_tensors)
+            split = WeakTensorKeyDictionary()
+            for buffer, full, dimension in zip(buffers, full_tensors, dimensions, strict=True):
+                split[buffer] = full, dimension
+            self._block = SequenceRegion(self.layout, self.group, length, split)
             yield
 
     def _end_block(self) -> None:
@@ -251,21 +252,15 @@ class ContextParallel:
             self._batch = self._last
             yield
 
-    def _region(
-        self,
-        length: int,
-        pieces: Iterable[torch.Tensor],
-        full_tensors: Iterable[torch.Tensor],
-        strict: bool = True,
-    ) -> SequenceRegion:
-        pieces = list(pieces)
-        # Only integer tensors (token ids, labels, positions) are needed again in full.
-        integers = WeakTensorKeyDictionary()
-        for part, full in zip(pieces, full_tensors, strict=True):
-            if not full.is_floating_point() and not full.is_complex():
-                integers[part] = full
-        has_tables = len(integers) < len(pieces)
-        return SequenceRegion(self.layout, self.group, length, integers, strict, has_tables)
+    @contextlib.contextmanager
+    def computing(self, region: SequenceRegion | None) -> Iterator[None]:
+        """A block in which all forwards are on the batch of `region`; on full sequences if it is None."""
+        former = self._block, self._batch, self._loader_batches, self.was_split, self._sent
+        self._block, self._batch, self._loader_batches = region, None, WeakTensorKeyDictionary()
+        try:
+            yield
+        finally:
+            self._block, self._batch, self._loader_batches, self.was_split, self._sent = former
 
     @contextlib.contextmanager
     def loader_block(self) -> Iterator[None]:
@@ -292,13 +287,23 @@ class ContextParallel:
         labels = inputs.pop("labels", None)
         if labels is not None and inputs.get("shift_labels") is None:
             inputs["shift_labels"] = nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
-        split = {name: value for name, value in inputs.items() if _is_sequence(value, length)}
-        pieces = {name: self.layout.take(value, 1) for name, value in split.items()}
-        self._batch = self._region(length, pieces.values(), split.values(), strict=False)
-        self._batch.counted = counted
-        for part in pieces.values():
-            self._loader_batches[part] = self._batch
-        return {**inputs, **pieces}
+        region = SequenceRegion(
+            self.layout,
+            self.group,
+            length,
+            WeakTensorKeyDictionary(),
+            strict=False,
+            counted=counted,
+        )
+        for name, value in inputs.items():
+            if _is_sequence(value, length):
+                inputs[name] = part = self.layout.take(value, 1)
+                self._loader_batches[part] = region
+                # Only token ids, labels and positions are needed again in full.
+                if not part.is_floating_point() and not part.is_complex():
+                    region.full_tensors[part] = value, 1
+        self._batch = region
+        return inputs
 
     def of_inputs(self, inputs: Mapping[str, object], training: bool) -> SequenceRegion | None:
         """The split batch that a forward's inputs belong to. A loop may have taken several batches from its loader.
@@ -321,74 +326,54 @@ class ContextParallel:
 
     # -- models
 
-    def check(self, model: nn.Module) -> None:
-        """Raises PrepareError for a transformers model whose layers would not attend to the full sequence."""
-        for part in _outermost(model):
-            for check in REQUIREMENTS:
-                check(part, str(self.layout))
-
     def __deepcopy__(self, memo: object) -> ContextParallel:
         # The hooks of a copied model refer to that of the run.
         return self
 
-    def watch(self, model: nn.Module) -> None:
-        """Add hooks to a prepared model that complete its inputs and check that it attends to the full sequence."""
+    def watch(self, model: nn.Module, precision: Precision) -> None:
+        """Add hooks to a prepared model that complete its inputs and compare its first forward on split sequences."""
         if model in self._watched:
             return
         self._watched.add(model)
         plain = uncompiled(model)
         self._names |= names_of_attention(plain)
         inner = _outermost(plain)
-        for target in [model] + [part for part in inner if part is not plain]:
-            called = plain if target is model else target
-            hook = _Inputs(self, called, called if called in inner else None)
-            target.register_forward_pre_hook(hook, with_kwargs=True)
+        for part in inner:
+            if part is not plain:
+                part.register_forward_pre_hook(_Inputs(self, part, part), with_kwargs=True)
+        hook = _Inputs(self, plain, plain if plain in inner else None)
+        # A trace has no values, and fp8 scales by the largest value of all rows.
+        hook.compares = dist.get_backend() != dist.Backend.FAKE and precision.name != "fp8"
+        # It calls the model, which FSDP2 must not have begun to gather.
+        model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         model.register_forward_pre_hook(self._enter)
-        model.register_forward_hook(self._leave, always_call=False)
-        model.register_forward_hook(self._end_forward, always_call=True)
-
-    def _end_forward(self, model: nn.Module, args: object, output: object) -> None:
-        # A hook before `_enter` may have failed.
-        if self._running and self._running[-1][0] == id(model):
-            self._running.pop()[1].close()
-            error = sys.exception() if output is None else None
-            # torch's errors about shapes.
-            if (
-                self.region is not None
-                and error is not None
-                and type(error) in (RuntimeError, ValueError)
-            ):
-                error.add_note(
-                    f"{self.region.part}. A table of positions or a mask of the full length does not fit: index it "
-                    "with position_ids, or give it as one of the buffers of maybe_context_parallel."
-                )
+        model.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, model: nn.Module, args: object) -> None:
-        region = self.region
         streams = contextlib.ExitStack()
         self._running.append((id(model), streams))
-        if region is not None:
+        if self.region is not None:
             streams.enter_context(self.random.seeded())
-            region.passes[id(model)] = region.calls
 
     def _leave(self, model: nn.Module, args: object, output: object) -> None:
+        # A hook before `_enter` may have failed.
+        if not self._running or self._running[-1][0] != id(model):
+            return
+        self._running.pop()[1].close()
         region = self.region
-        if region is not None and region.sent:
+        self.was_split = region is not None
+        if region is None:
+            return
+        if region.sent:
             # Before the backward, which may recompute the forward.
             self._sent, region.sent = region.sent, {}
-        if region is None:
-            before = None
-        else:
-            before = region.passes.pop(id(model), None)
-        self.was_split = region is not None and before is not None and region.calls > before
-        if region is None or before is None or not region.strict or region.calls > before:
-            return
-        raise ConfigurationError(
-            f"no attention of {class_name(uncompiled(model))} went through {self.layout}: each rank "
-            "would attend to its own part of the sequence only. Attend through torch.nn.functional."
-            "scaled_dot_product_attention (attn_implementation='sdpa' in transformers); call a model without "
-            "attention outside of the block."
-        )
+        error = sys.exception()
+        # torch's errors about shapes.
+        if error is not None and type(error) in (RuntimeError, ValueError):
+            error.add_note(
+                f"{region.part}. A table of positions or a mask of the full length does not fit: index it "
+                "with position_ids, or give it as one of the buffers of maybe_context_parallel."
+            )
 
     # -- attention
 
@@ -410,7 +395,8 @@ class ContextParallel:
     ) -> torch.Tensor:
         """Takes the arguments of torch's function, which it replaces."""
         region = self.region
-        if region is None or not self.splits(query):
+        # Keys of another sequence (cross-attention) are not split.
+        if region is None or not self.splits(query) or key.shape[-2] != query.shape[-2]:
             return plain_attention(
                 query,
                 key,
@@ -421,22 +407,25 @@ class ContextParallel:
                 scale=scale,
                 enable_gqa=enable_gqa,
             )
-        _check_shapes(query, key, value, region, enable_gqa)
+        _check_shapes(query, key, value, region)
         query, key, value = _broadcast(query, key, value)
         if attn_mask is not None and is_causal:
             raise ConfigurationError(
                 "scaled_dot_product_attention has an attn_mask and is_causal=True: give one"
             )
-        region.calls += 1
         flat = query.dim() == 3
         call = AttentionCall(attn_mask, dropout_p, is_causal, scale, region.keep, flat)
         kind = query.device.type
         if torch.is_autocast_enabled(kind):
             # As torch's function under autocast: rotated queries may be float32 with values of low precision.
             dtype = torch.get_autocast_dtype(kind)
-            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+            query = query.to(dtype)
+            key = key.to(dtype)
+            value = value.to(dtype)
         if flat:
-            query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+            query = query.unsqueeze(1)
+            key = key.unsqueeze(1)
+            value = value.unsqueeze(1)
         for what, (messages, sent) in self.attention.sent(query, key, value).items():
             before = region.sent.get(what, (0, 0))
             region.sent[what] = (before[0] + messages, before[1] + sent)
@@ -463,10 +452,15 @@ def _splits_heads(accelerator: Any) -> bool:
 class _Inputs:
     """A forward pre-hook that adds to a model's arguments what depends on the full sequence."""
 
+    # Whether the next forward on split sequences is compared.
+    compares = False
+
     def __init__(
         self, parallel: ContextParallel, called: nn.Module, special: nn.Module | None
     ) -> None:
-        self.parallel, self.name, self.special = parallel, class_name(called), special
+        self.parallel = parallel
+        self.name: str = class_name(called)
+        self.special = special
         self.signature = inspect.signature(called.forward)
         self.takes_positions = "position_ids" in self.signature.parameters
         self.takes_mask = "attention_mask" in self.signature.parameters
@@ -484,17 +478,13 @@ class _Inputs:
         region = self.parallel.of_inputs(inputs, model.training)
         if region is None:
             return None
-        # The input that is (batch, this rank's rows, ...).
-        usual = [
-            value
-            for name in ("input_ids", "inputs_embeds")
-            if (value := inputs.get(name)) is not None
-        ]
-        split = next(
-            (value for value in usual or inputs.values() if _is_sequence(value, region.rows)), None
-        )
+        split = _split_input(inputs, region.rows)
         if split is None and not region.strict:
             return None
+        if self.compares:
+            self.compares = False
+            compare = transformers_models.untraced(compare_first)
+            compare(self.parallel, model, region, args, kwargs)
         changed = {}
         if self.takes_positions and (inputs.get("position_ids") is None or region.counted):
             if split is None:
@@ -504,24 +494,6 @@ class _Inputs:
                     "position_ids too."
                 )
             changed["position_ids"] = region.positions(split.device).expand(split.shape[0], -1)
-        elif not self.takes_positions and self.special is not None and not region.has_tables:
-            raise ConfigurationError(
-                f"{self.name}.forward takes no position_ids: it would count the positions of each rank's "
-                f"rows from 0, and {region.layout} would compute something else. Train it "
-                "without, or give its table of positions as one of the buffers of maybe_context_parallel."
-            )
-        elif (
-            not self.takes_positions
-            and not self.keywords
-            and not region.has_tables
-            and not self.parallel.has_warned
-        ):
-            self.parallel.has_warned = True
-            logger.warning(
-                f"{self.name}.forward takes no position_ids: if the model counts positions by itself, "
-                "every rank counts from 0. Have it take position_ids, or give its table of positions as one of the "
-                "buffers."
-            )
         if self.special is not None:
             adapted = transformers_models.adapt_inputs(self.special, inputs, split, region)
             if not self.takes_mask:
@@ -534,6 +506,16 @@ class _Inputs:
         return bound.args[: len(args)], {**kwargs, **changed}
 
 
+def _split_input(inputs: Mapping[str, object], rows: int) -> torch.Tensor | None:
+    """The input that is (batch, this rank's rows, ...)."""
+    usual = [inputs.get("input_ids"), inputs.get("inputs_embeds")]
+    values = [value for value in usual if value is not None]
+    for value in values or inputs.values():
+        if _is_sequence(value, rows):
+            return value
+    return None
+
+
 def _outermost(model: nn.Module) -> list[nn.Module]:
     """The transformers models in a model that are not inside another."""
     if transformers_models.is_transformers_model(model):
@@ -541,7 +523,7 @@ def _outermost(model: nn.Module) -> list[nn.Module]:
     return [part for child in model.children() for part in _outermost(child)]
 
 
-def _is_sequence(value: object, length: int) -> bool:
+def _is_sequence(value: object, length: int) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == length
 
 
@@ -562,7 +544,6 @@ def _check_shapes(
     key: torch.Tensor,
     value: torch.Tensor,
     region: SequenceRegion,
-    enable_gqa: bool,
 ) -> None:
     size = str(region.layout)
     if query.dim() not in (3, 4) or not query.dim() == key.dim() == value.dim():
@@ -570,33 +551,10 @@ def _check_shapes(
             f"attention under {size} takes (batch, heads, rows, width), got {tuple(query.shape)}, {tuple(key.shape)} "
             f"and {tuple(value.shape)}"
         )
-    if query.shape[-2] != key.shape[-2] or key.shape[-2] != value.shape[-2]:
-        raise ConfigurationError(
-            f"attention of {query.shape[-2]} queries to {key.shape[-2]} keys under {size}: only self-attention over "
-            "the split sequence is supported, no cross-attention and no cache of keys (use_cache=False)"
-        )
     if query.shape[-2] != region.rows:
         raise ConfigurationError(
             f"attention over {query.shape[-2]} rows, and {region.part}: are all of the model's inputs among the "
             "buffers of maybe_context_parallel?"
-        )
-    for dimension in range(query.dim() - 2):
-        sizes = {key.shape[dimension], value.shape[dimension], 1}
-        if dimension == 0:
-            sizes.add(query.shape[0])
-        if len(sizes) > 2:
-            raise ConfigurationError(
-                f"attention under {size}: batches or heads of {tuple(query.shape)}, {tuple(key.shape)} and "
-                f"{tuple(value.shape)} differ"
-            )
-    if query.dim() == 3:
-        return
-    key_heads = max(key.shape[1], value.shape[1])
-    # torch broadcasts one key head over the query heads.
-    if key_heads not in (1, query.shape[1]) and (not enable_gqa or query.shape[1] % key_heads):
-        raise ConfigurationError(
-            f"attention with {query.shape[1]} query heads and {key_heads} key heads: pass enable_gqa=True, and a "
-            "number of query heads that is divisible by that of key heads"
         )
 
 

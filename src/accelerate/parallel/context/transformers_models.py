@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...collectives import transport
 from ...core.errors import ConfigurationError
+from .exchange import gather_rows
 from .masks import compact
 
 if TYPE_CHECKING:
@@ -68,11 +68,10 @@ def adapt_inputs(
 
 
 def _kept_rows(mask: torch.Tensor, region: SequenceRegion) -> torch.Tensor | None:
-    """(ranks, batch, rows): which rows of each rank are not padding; None for all."""
-    if mask.shape[1] == region.length:
-        mask = region.layout.take(mask, 1)
-    rows = transport.all_gather(mask.ne(0).to(torch.uint8).flatten(), region.group)
-    keep = rows.view(region.layout.ranks, *mask.shape).bool()
+    """(batch, length): which rows of the sequence are not padding; None for all."""
+    keep = mask.ne(0)
+    if mask.shape[1] != region.length:
+        keep = gather_rows(keep, 1, region.group, region.layout)
     if bool(keep.all()):
         return None
     return keep
@@ -105,10 +104,7 @@ def packed_sequences(
     """
     full = region.full_of(positions)
     if full is None:
-        shards = transport.all_gather(positions.flatten(), region.group).view(
-            region.layout.ranks, *positions.shape
-        )
-        full = region.layout.join(list(shards), 1)
+        full = gather_rows(positions, 1, region.group, region.layout)
     number = (full.diff(dim=1, prepend=full[:, :1] - 1) != 1).cumsum(1)
     if bool(number[:, -1].any()):
         return (full, number)

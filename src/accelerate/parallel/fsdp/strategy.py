@@ -106,9 +106,6 @@ class FullyShardedDataParallel(ShardedStrategy):
 
     def prepare_model(self, model: nn.Module, evaluation: bool = False) -> Fsdp2Model:
         """Everything that is done to one model, in its order."""
-        if self.sequence is not None:
-            self.sequence.check(model)
-
         # Precision.
         # The units' policy has the dtype of what they return.
         model = self.precision.wrap_forward(model, full_outputs=evaluation)
@@ -163,7 +160,7 @@ class FullyShardedDataParallel(ShardedStrategy):
         if split:
             look_first(model, split)
         if self.sequence is not None:
-            self.sequence.watch(model)
+            self.sequence.watch(model, self.precision)
         prepared = self.as_prepared(model)
         prepared.reducers = reducers
         return prepared

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first forward on split sequences: a short cut of its batch is computed whole and split, and compared."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...collectives.objects import gather_each
+from ...core import devices, trees
+from ...core.errors import ConfigurationError
+from ...core.modules import class_name, is_wrapper_subclass
+from ...logging import MultiProcessAdapter, get_logger
+from ...torch_internals.compiled import uncompiled
+from ..gradients import local
+from ..unwrap import canonical_name
+from .exchange import gather_rows
+
+if TYPE_CHECKING:
+    from .region import ContextParallel, SequenceRegion
+
+logger: MultiProcessAdapter = get_logger(__name__)
+
+_TOKENS = 64
+# Models compute norms and rotations in float32, whatever their dtype.
+_FLOAT32 = torch.finfo(torch.float32).eps
+# Accelerators may multiply float32 in TF32.
+_TF32 = 2.0**-10
+
+
+def compare_first(
+    parallel: ContextParallel,
+    model: nn.Module,
+    region: SequenceRegion,
+    args: tuple[object, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Raise ConfigurationError, on every rank, if a model computes something else on split sequences.
+
+    Two forwards compute a short cut of the batch, whole and split. Where their outputs differ, or cannot be compared,
+    two more compare what goes into each module and what comes out. The forwards run in evaluation mode and without
+    gradients; afterwards the model and the random generators are as before. A model that fails in them, or that
+    draws random numbers, is not compared. Every rank calls this.
+
+    Args:
+        parallel: splits the sequences.
+        model: as it is called, with its hooks.
+        region: the batch that is split.
+        args: of the forward.
+        kwargs: of the forward.
+    """
+    plain: nn.Module = uncompiled(model)
+    cut = _Cut(parallel, model, region, (args, kwargs))
+    differences: list[str] = []
+    for by_module in (False, True):
+        failed, difference = False, ""
+        try:
+            whole = cut.forward(False, by_module)
+            split = cut.forward(True, by_module)
+            difference = cut.difference(whole, split, by_module)
+        except Exception as error:
+            failed = True
+            logger.debug(f"{class_name(plain)} was not compared under {region.layout}: {error!r}")
+        everywhere = gather_each((failed, difference), operation="the first forward")
+        differences = [text for _, text in everywhere if text]
+        if not differences or any(is_failed for is_failed, _ in everywhere):
+            return
+    raise ConfigurationError(
+        f"{class_name(plain)} computes something else under {region.layout} than on whole sequences: on the first "
+        f"{cut.region.length} tokens of a batch, {differences[0]}. Ranks read the rows of other ranks only in "
+        "torch.nn.functional.scaled_dot_product_attention (attn_implementation='sdpa' in transformers). What else "
+        "mixes rows has its own alone: a convolution, a recurrence, a mean, the first or last token, positions that "
+        "the model counts. Give position_ids, or a table of positions as one of the buffers of "
+        f"maybe_context_parallel; train what needs other rows without {region.layout.size}"
+    )
+
+
+class _Forward:
+    """What went into modules and came out of them, in order."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, list[torch.Tensor]] = {}
+        # Of the coarsest dtype.
+        self.epsilon: float = _FLOAT32
+        self.running: list[str] = ["the loop"]
+
+    def add(self, what: str, data: object) -> None:
+        """Keep the floating-point tensors of nested data; a later operation may write to the originals."""
+        tensors = self.tensors.setdefault(what, [])
+        for tensor in trees.leaves(data):
+            if not tensor.is_floating_point():
+                continue
+            self.epsilon = max(self.epsilon, torch.finfo(tensor.dtype).eps)
+            if tensor.device.type != "cpu":
+                self.epsilon = max(self.epsilon, _TF32)
+            tensors.append(local(tensor).detach().clone())
+
+    def watch(self, model: nn.Module, handles: contextlib.ExitStack) -> None:
+        """Keep what goes into each module of a model and what comes out, until `handles` are closed."""
+        for path, module in model.named_modules():
+            name = class_name(module)
+            if path:
+                name = f"{canonical_name(path)} ({name})"
+            enter = functools.partial(self._enter, name)
+            leave = functools.partial(self._leave, name)
+            handles.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            handles.callback(module.register_forward_hook(leave).remove)
+
+    def _enter(self, name: str, module: nn.Module, args: object, kwargs: object) -> None:
+        self.add(f"what {self.running[-1]} gives to {name}", (args, kwargs))
+        self.running.append(name)
+
+    def _leave(self, name: str, module: nn.Module, args: object, output: object) -> None:
+        self.running.pop()
+        self.add(f"the output of {name}", output)
+
+
+class _Cut:
+    """The first tokens of a batch, which a model computes whole, and split as the batch is."""
+
+    def __init__(
+        self, parallel: ContextParallel, model: nn.Module, batch: SequenceRegion, inputs: Any
+    ) -> None:
+        self.parallel = parallel
+        self.model = model
+        self.batch = batch
+        self.arguments = inputs
+        self.has_labels: bool = not {"labels", "shift_labels"}.isdisjoint(inputs[1])
+        layout = batch.layout
+        multiple = layout.multiple
+        length = min(batch.length, max(multiple, _TOKENS // multiple * multiple))
+        # Tensor -> (its first tokens, the dimension of the sequence if the tensor has this rank's rows).
+        self.first = WeakTensorKeyDictionary()
+        # How many samples the batch has.
+        self.samples = set[int]()
+        for tensor, (full, dimension) in batch.full_tensors.items():
+            # Ranks may have read different samples.
+            part = layout.take(full.narrow(dimension, 0, length), dimension)
+            self.first[tensor] = gather_rows(part, dimension, batch.group, layout), dimension
+            if dimension % full.dim():
+                self.samples.add(full.shape[0])
+        self.region: SequenceRegion = replace(
+            batch, length=length, full_tensors=WeakTensorKeyDictionary(self.first), keep=None, packed=None, sent={},
+            _positions=None,
+        )  # fmt: skip
+        for tensor in trees.leaves(inputs):
+            if tensor not in self.first:
+                self.first[tensor] = self._first_tokens(tensor)
+
+    def _first_tokens(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+        """Of an argument that is not one of the tensors that were split."""
+        rows = self.batch.rows
+        if is_wrapper_subclass(tensor):
+            return tensor, None
+        if rows in tensor.shape:
+            dimension = tensor.shape.index(rows)
+            if tensor.shape[1:2] == (rows,):
+                dimension = 1
+            full = gather_rows(tensor, dimension, self.batch.group, self.batch.layout)
+            return full.narrow(dimension, 0, self.region.length), dimension
+        first = tensor
+        for dimension, size in enumerate(tensor.shape):
+            if size == self.batch.length:
+                first = first.narrow(dimension, 0, self.region.length)
+        return first, None
+
+    def forward(self, is_split: bool, by_module: bool) -> _Forward:
+        """Compute the cut; keep the output, or what goes into all modules and comes out of them."""
+        region = None
+        if is_split:
+            region = self.region
+        computed = _Forward()
+
+        def rows(tensor: torch.Tensor) -> torch.Tensor:
+            first, dimension = self.first[tensor]
+            if is_split and dimension is not None:
+                return self.batch.layout.take(first, dimension)
+            rows: torch.Tensor = first
+            return rows
+
+        def argument(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor in self.batch.full_tensors:
+                return tensor
+            return rows(tensor)
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_unchanged(self.model, self.parallel.random.kinds))
+            stack.enter_context(torch.no_grad())
+            if "torch._dynamo" in sys.modules:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(self.parallel.computing(region))
+            # A model may have them as tables, too.
+            for tensor in self.batch.full_tensors:
+                stack.callback(setattr, tensor, "data", tensor.data)
+                tensor.data = rows(tensor)
+            if by_module:
+                computed.watch(uncompiled(self.model), stack)
+            args, kwargs = trees.map_leaves(argument, self.arguments)
+            output = self.model(*args, **kwargs)
+            if not by_module:
+                computed.add("the output", output)
+        return computed
+
+    def difference(self, whole: _Forward, split: _Forward, by_module: bool) -> str:
+        """Where two forwards part; empty if the last tensors that can be compared are equal up to rounding."""
+        tolerance = 2 * math.sqrt(max(whole.epsilon, split.epsilon))
+        first = ""
+        last = math.nan
+        for what, tensors in whole.tensors.items():
+            parts = split.tensors.get(what, ())
+            errors = [self._error(*pair) for pair in zip(tensors, parts, strict=False)]
+            errors = [error for error in errors if not math.isnan(error)]
+            if not errors:
+                continue
+            last = max(errors)
+            if last > tolerance and not first:
+                first = f"{what} differs (relative error {last:.1g})"
+        if last > tolerance:
+            return first
+        if math.isnan(last) and not by_module:
+            return "nothing of the output can be compared"
+        return ""
+
+    def _error(self, whole: torch.Tensor, split: torch.Tensor) -> float:
+        """How far this rank's part is from that of the whole tensor; NaN where they need not be equal, as losses."""
+        sizes = zip(whole.shape, split.shape, strict=False)
+        changed = [dimension for dimension, (size, part) in enumerate(sizes) if size != part]
+        if whole.shape == split.shape:
+            is_loss = whole.numel() < 2 or (self.has_labels and whole.dim() == 1)
+            # Without a dimension of samples, it is a statistic over all tokens.
+            if is_loss or (self.samples and whole.shape[0] not in self.samples):
+                return math.nan
+            return _relative(whole, split)
+        if whole.dim() != split.dim():
+            return math.inf
+        if len(changed) > 1:
+            # Positions may have been expanded to all samples.
+            return math.nan
+        dimension, length = changed[0], self.region.length
+        is_multiple = whole.shape[dimension] % length == 0
+        if dimension == 0 and not is_multiple:
+            # Tokens that the model selects.
+            return math.nan
+        parts = [self.region.layout.take(whole, dimension)]
+        if is_multiple:
+            # All samples may be in this dimension, one after the other.
+            by_sample = whole.unflatten(dimension, (-1, length))
+            part = self.region.layout.take(by_sample, dimension + 1)
+            parts.append(part.flatten(dimension, dimension + 1))
+        errors = [_relative(part, split) for part in parts if part.shape == split.shape]
+        return min(errors, default=math.inf)
+
+
+def _relative(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    """The largest difference of a row to the size of rows; NaN if all are 0."""
+    is_finite = expected.isfinite()
+    rows = torch.where(is_finite, expected, 0).double()
+    differences = torch.where(is_finite, actual.double() - expected, 0)
+    if expected.dim() > 1:
+        rows = rows.norm(dim=-1)
+        differences = differences.norm(dim=-1)
+    largest = differences.nan_to_num(nan=math.inf).abs().max()
+    return float(largest / rows.square().mean().sqrt())
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module, kinds: Iterable[str]) -> Iterator[None]:
+    """A block in which a model does not train, and after which it and random generators are as before.
+
+    Raises RuntimeError for a block that draws random numbers.
+    """
+    sources = [devices.generator_module(kind) for kind in kinds]
+    states = [source.get_rng_state() for source in sources]
+    attributes, lists, buffers = [], [], []
+    for module in model.modules():
+        values = dict(vars(module))
+        attributes.append((module, values))
+        for name, value in values.items():
+            if isinstance(value, list) and not name.startswith("_"):
+                lists.append((value, value.copy()))
+        for name, buffer in module.named_buffers(recurse=False):
+            buffers.append((module, name, buffer, buffer.clone()))
+        module.training = False
+    try:
+        yield
+        for source, state in zip(sources, states, strict=True):
+            if not torch.equal(source.get_rng_state(), state):
+                raise RuntimeError("it draws random numbers")
+    finally:
+        for source, state in zip(sources, states, strict=True):
+            source.set_rng_state(state)
+        for module, values in attributes:
+            vars(module).clear()
+            vars(module).update(values)
+        for content, entries in lists:
+            content[:] = entries
+        for module, name, buffer, before in buffers:
+            setattr(module, name, buffer)
+            if not torch.equal(buffer, before):
+                buffer.copy_(before)
