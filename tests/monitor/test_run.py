@@ -5,6 +5,10 @@ import io
 import json
 import os
 import shutil
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 from planted_runs import START, planted_records, planted_run, write_lines, write_steps
@@ -12,10 +16,12 @@ from rich.console import Console
 
 from accelerate.core.errors import ConfigurationError
 from accelerate.monitor import report
+from accelerate.monitor.current import current_state
 from accelerate.monitor.lines import Tail
 from accelerate.monitor.page_data import grouped_events
 from accelerate.monitor.run import open_runs
 from accelerate.monitor.server import Server
+from accelerate.monitor.steps import RankSteps
 from accelerate.monitor.summary import summarize
 from accelerate.monitor.terminal import picture
 from accelerate.monitor.view import view
@@ -202,10 +208,74 @@ def test_files_that_are_missing(tmp_path):
     events_file(tmp_path, 0).unlink()
     events_file(tmp_path, 0).mkdir()
     notes = looked_at(tmp_path).notes()
-    assert len(notes) == 3 and notes[0].endswith("rank_00004.steps is not a regular file")
+    assert len(notes) == 3 and notes[0].endswith(
+        "rank_00004.steps cannot be read: it is a folder, not a regular file"
+    )
     assert notes[1].startswith(
         "5 ranks have begun, but nothing is recorded of ranks 1, 2: their files are missing"
     )
     assert notes[2].endswith(
         "rank_00000.events.jsonl cannot be read: it is a folder, not a regular file"
     )
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")
+@pytest.mark.timeout(60)
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path):
+    """A named pipe without a writer would stop whoever opens it."""
+    planted_run(tmp_path, 20)
+    for path in (events_file(tmp_path, 0), steps_file(tmp_path, 1), tmp_path / "values.jsonl"):
+        path.unlink()
+        os.mkfifo(path)
+        os.utime(path, (START, START))
+    (run,) = open_runs([str(tmp_path)])
+    run.read_all()
+    notes = "\n".join(run.notes())
+    assert "rank_00000.events.jsonl cannot be read" in notes and "rank_00001.steps" in notes
+    assert list(run.ranks) == [0] and run.last_step == 20
+    for command in (["monitor", "--json", "--once"], ["report", "--format", "json"]):
+        subprocess.run(
+            [sys.executable, "-m", "accelerate.commands.main", *command, str(tmp_path)],
+            check=True, capture_output=True, timeout=50,
+        )  # fmt: skip
+
+
+def test_a_look_at_many_ranks_reads_what_is_new(tmp_path, monkeypatch):
+    """The cost of a look does not grow with the length of the run, and events are sorted once for all ranks."""
+    ranks = 40
+    planted_run(tmp_path, 2000, ranks, slow=3)
+    for rank in range(ranks):
+        saves = [{"time": START + at, "event": "save", "step": at} for at in range(1, 150)]
+        write_lines(events_file(tmp_path, rank), *saves)
+    (run,) = open_runs([str(tmp_path)])
+    (part,) = open_runs([str(tmp_path)], are_partial=True)
+    counts = Counter()
+    read_steps, load = RankSteps._read, json.loads
+
+    def counted_read(self, file, start, stop):
+        counts["records"] += stop - start
+        return read_steps(self, file, start, stop)
+
+    def counted_load(line):
+        counts["lines"] += 1
+        return load(line)
+
+    monkeypatch.setattr(RankSteps, "_read", counted_read)
+    monkeypatch.setattr("accelerate.monitor.lines.json.loads", counted_load)
+    part.read_all()
+    assert counts["records"] < ranks * 600 and counts["lines"] < ranks * 100 + 250
+    run.read_all()
+    assert len(run.events) == ranks * 150 + 4
+    state, expected = current_state(part), current_state(run)
+    assert replace(state, age_seconds=0) == replace(expected, age_seconds=0)
+    assert state.slow_ranks == [3] and state.state == "running"
+    counts.clear()
+    for rank in range(ranks):
+        write_steps(tmp_path, rank, ranks, planted_records(1, rank, begin=2001), "ab")
+        write_lines(events_file(tmp_path, rank), {"time": START + 500, "event": "end"})
+    for looked in (part, run):
+        looked.read_all()
+        # One new record and line; the first and the last known record, before and after.
+        assert counts["records"] <= ranks * 10 and counts["lines"] == ranks
+        assert looked.last_step == 2001 and current_state(looked).state == "ended"
+        counts.clear()

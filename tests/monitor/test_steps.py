@@ -8,7 +8,7 @@ import pytest
 from planted_runs import START, planted_records, write_steps
 
 from accelerate.core.errors import ConfigurationError
-from accelerate.monitor.steps import BLOCK, COLUMNS, RankSteps
+from accelerate.monitor.steps import BLOCK, COLUMNS, Buckets, RankSteps, reduce_steps
 from accelerate.telemetry.records import HEADER_SIZE, STEP, steps_file
 
 MEANS = ("seconds", "data", "communication", "loss", "device_memory")
@@ -22,10 +22,11 @@ def loaded(path):
 
 def compare(rank, records, width):
     """Each bucket has the minimum, maximum, weighted mean and count of its records."""
-    found = rank.view(1, int(records["step"].max()), width)
-    ids = (records["step"].astype(int) - 1) // width - found.first
-    assert len(found) == ids.max() + 1
-    for number in range(len(found)):
+    ranks = reduce_steps([rank], 1, int(records["step"].max()), width)
+    found = Buckets(*(array[0] for array in ranks.arrays()))
+    ids = (records["step"].astype(int) - 1) // width
+    assert len(found.time) == ids.max() + 1
+    for number in range(len(found.time)):
         inside = records[ids == number]
         for name in MEANS:
             column, values = COLUMNS.index(name), inside[name].astype("f8")
@@ -52,6 +53,34 @@ def test_buckets_are_those_of_numpy(tmp_path, width):
     records["device_memory"] = np.nan
     records["flags"][100:300:7] = 1
     compare(loaded(write_steps(tmp_path, 0, 1, records)), records, width)
+
+
+@pytest.mark.parametrize("width", [1, 16, BLOCK, 2 * BLOCK])
+def test_ranks_are_reduced_together_as_alone(tmp_path, width):
+    """Also those that begin late, have no record, or wrote fields of another version."""
+    records = planted_records(300)
+    paths = [write_steps(tmp_path, rank, 4, records[200 * (rank == 1) :]) for rank in range(4)]
+    write_steps(tmp_path, 2, 4, records[:0])
+    newer = np.dtype(
+        [
+            ("time", "<f8"),
+            *((n, STEP[n]) for n in ("loss", "seconds", "steps", "step", "flags")),
+            ("x", "<i8"),
+        ]
+    )
+    changed = np.zeros(300, newer)
+    for name in ("time", "step", "steps", "flags", "seconds", "loss"):
+        changed[name] = records[name]
+    write_steps(tmp_path, 3, 4, changed)
+    with_header(paths[3], fields=[[name, newer[name].str] for name in newer.names])
+    ranks = [loaded(path) for path in paths]
+    together = reduce_steps(ranks, 65, 300, width)
+    for number, rank in enumerate(ranks):
+        alone = reduce_steps([rank], 65, 300, width)
+        for array, expected in zip(together.arrays(), alone.arrays(), strict=True):
+            np.testing.assert_array_equal(array[number], expected[0])
+    np.testing.assert_array_equal(together.mean("loss")[3], together.mean("loss")[0])
+    assert np.isnan(together.mean("data")[3]).all() and np.isnan(together.mean("loss")[2]).all()
 
 
 @pytest.mark.parametrize("width", [16, BLOCK])
@@ -84,7 +113,7 @@ def test_a_resumed_run_shows_the_later_records(tmp_path, width):
 def test_a_growing_file_is_followed(tmp_path):
     records = planted_records(500)
     rank = loaded(write_steps(tmp_path, 0, 1, records[:0]))
-    assert not rank.count and len(rank.view(1, 1, 1)) == 1
+    assert not rank.count and reduce_steps([rank], 1, 1, 1).time.shape == (1, 1)
     for start, stop in [(0, 1), (1, 70), (70, 71), (71, 500)]:
         write_steps(tmp_path, 0, 1, records[start:stop], "ab")
         assert rank.refresh() and rank.last_step == stop

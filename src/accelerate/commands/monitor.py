@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     with exit_on(ConfigurationError, code=1):
         from ..monitor.run import open_runs
 
-        runs = open_runs(options.runs, may_be_absent=True)
+        runs = open_runs(options.runs, may_be_absent=True, are_partial=options.json)
         absent = [str(run.folder) for run in runs if not run.folder.is_dir()]
         if absent and not options.once:
             messages.show(f"waiting for {', '.join(absent)} (Ctrl-C ends it)")

@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from .page_data import plain
-from .run import Run
-from .steps import BLOCK, COLUMN
-from .summary import summarize
-from .view import data_share
+from .run import NEWEST_RECORDS, Run
+from .slow_ranks import slow_ranks
+from .steps import SUMS
+from .view import view
 
-# Rates and slow ranks are those of about so many of the newest steps.
-_STEPS = 256
+# Rates and slow ranks are those of so many of the newest steps.
+_STEPS = NEWEST_RECORDS // 2
 # Seconds between two looks at a run.
 _INTERVAL = 1.0
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -63,46 +63,39 @@ class CurrentState:
 
 def current_state(run: Run) -> CurrentState:
     """The state of a run, as far as it was read."""
-    with run.lock:
-        ranks = [
-            run.ranks[number] for number in sorted(run.ranks) if run.ranks[number].last is not None
-        ]
-        newest = [rank.last for rank in ranks if rank.last is not None]
-        start = max(run.first_step, run.last_step - _STEPS + 1)
-        totals = [rank.view(start, run.last_step, BLOCK).total.sum(axis=0) for rank in ranks]
-
-        def rate(unit: str) -> float:
-            amounts = [
-                data_share(rank.header) * total[COLUMN[unit]] / total[COLUMN["seconds"]]
-                for rank, total in zip(ranks, totals, strict=True)
-            ]
-            return sum(amounts) or math.nan
-
+    with run.lock, np.errstate(all="ignore"):
+        last_step = run.last_step
+        shown = view(run, max(run.first_step, last_step - _STEPS + 1), last_step, _STEPS // 2)
+        seconds = shown.buckets.sum("seconds").sum(axis=1, keepdims=True)
+        rates = {}
+        for unit in SUMS:
+            amounts = shown.buckets.sum(unit).sum(axis=1, keepdims=True)
+            rates[unit] = float(np.sum(shown.shares * amounts / seconds)) or math.nan
+        newest = [rank.last for rank in run.ranks.values() if rank.last is not None]
+        loss = math.nan
+        if newest:
+            loss = float(np.mean([record["loss"] for record in newest]))
         if run.is_empty:
             state = "waiting"
         elif run.has_ended:
             state = "ended"
         else:
             state = "running"
-        loss = math.nan
-        if newest:
-            loss = float(np.mean([record["loss"] for record in newest]))
         age = math.nan
         if run.last_time is not None:
             age = max(0.0, time.time() - run.last_time)
-        summary = summarize(run, start)
         return CurrentState(
             name=run.name,
             folder=str(run.folder),
             state=state,
-            step=run.last_step,
+            step=last_step,
             epoch=max((int(record["epoch"]) for record in newest), default=0),
             loss=loss,
-            steps_per_second=1 / summary.seconds,
-            samples_per_second=rate("samples"),
-            tokens_per_second=rate("tokens"),
-            ranks=len(ranks),
-            slow_ranks=sorted(straggler.rank for straggler in summary.stragglers),
+            steps_per_second=float(shown.weight.sum() / seconds.sum()),
+            samples_per_second=rates["samples"],
+            tokens_per_second=rates["tokens"],
+            ranks=len(shown.ranks),
+            slow_ranks=sorted(straggler.rank for straggler in slow_ranks(run, shown)),
             age_seconds=age,
             logged={name: series.values[-1] for name, series in run.series.items()},
         )

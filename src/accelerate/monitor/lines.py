@@ -26,49 +26,55 @@ class Tail:
 
     Args:
         path: the file; it may appear later.
+        newest: bytes at the end of the file with which to begin. Default: all.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, newest: int | None = None) -> None:
         self.path = path
-        self.bad: int = 0
-        """Lines left out."""
         self.error: str | None = None
         """Why the file, which is there, cannot be read."""
+        self._newest = newest
         self._identity: tuple[int, int] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.bad: int = 0
+        """Lines left out."""
         self._position = 0
         self._rest = b""
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
         """Return the new objects, and whether the file is another one than before, so that the old ones are gone."""
+        was_there = self._identity is not None
+        self.error = None
         try:
-            with open(self.path, "rb", opener=open_regular) as file:
+            with open(self.path, "rb", buffering=0, opener=open_regular) as file:
                 status = os.fstat(file.fileno())
                 identity = (status.st_dev, status.st_ino)
-                replaced = self._identity is not None and (
-                    identity != self._identity or status.st_size < self._position
-                )
+                is_shorter = status.st_size < self._position
+                replaced = was_there and (identity != self._identity or is_shorter)
                 if replaced:
-                    self.bad = 0
-                    self._position = 0
-                    self._rest = b""
+                    self._begin()
                 self._identity = identity
+                skipped = 0
+                if not was_there and self._newest is not None:
+                    skipped = max(0, status.st_size - self._newest)
+                    self._position = skipped
                 file.seek(self._position)
-                data = file.read(MOST_BYTES)
-                self.error = None
+                # A buffer of the size is allocated.
+                data = file.read(min(MOST_BYTES, status.st_size - self._position))
         except OSError as error:
-            if isinstance(error, FileNotFoundError):
-                self.error = None
-            else:
-                self.error = error.strerror or str(error)
             # It is not there yet, was deleted, or cannot be read now.
-            was_there = self._identity is not None
+            if not isinstance(error, FileNotFoundError):
+                self.error = error.strerror or str(error)
             self._identity = None
-            self.bad = 0
-            self._position = 0
-            self._rest = b""
+            self._begin()
             return [], was_there
         self._position += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
+        if skipped:
+            # The first line is not complete.
+            lines = lines[1:]
         if len(self._rest) > MOST_BYTES:
             self._rest = b""
             self.bad += 1
@@ -79,8 +85,7 @@ class Tail:
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError):
-                self.bad += 1
-                continue
+                value = None
             if isinstance(value, dict):
                 objects.append(value)
             else:

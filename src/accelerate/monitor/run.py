@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ _ARRIVAL = 30.0
 _MOST_RANKS = 1 << 20
 # Most events that are kept; the oldest are dropped.
 MOST_EVENTS = 20_000
+# What a run that is read in part has of each rank: records of steps, and bytes of events.
+NEWEST_RECORDS = 512
+NEWEST_BYTES = 512
 
 
 class Run:
@@ -36,11 +40,17 @@ class Run:
     Args:
         folder: the folder. It may be absent or empty: the files may appear later.
         name: the name to show.
+        is_partial: whether to read only the newest steps and events: enough for `current_state`.
     """
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, is_partial: bool = False) -> None:
         self.folder = folder
         self.name = name
+        self._most_records: int | None = None
+        self._most_bytes: int | None = None
+        if is_partial:
+            self._most_records = NEWEST_RECORDS
+            self._most_bytes = NEWEST_BYTES
         self.lock: threading.RLock = threading.RLock()
         """Held while the run is read or viewed."""
         self.version: int = 0
@@ -51,7 +61,9 @@ class Run:
         """Each has its fields, and `rank`."""
         self.work: dict[str, Any] | None = None
         """What training computes, as the run has declared it: `flops` for each `unit`, and `peak` of a device."""
-        self._paths: set[str] = set()  # that events name
+        self._is_running: dict[
+            int, bool
+        ] = {}  # ranks with a file of events: whether the last is not their end
         self._bad: dict[Path, str] = {}  # files of steps that cannot be read, and why
         self._values: dict[Path, Tail] = {}
         self._tails: dict[Path, tuple[int, Tail]] = {}
@@ -64,18 +76,19 @@ class Run:
     @property
     def is_empty(self) -> bool:
         """Whether nothing was recorded yet."""
-        return not self.series and not any(rank.count for rank in self.ranks.values())
+        return not self.series and not any(rank.last_step for rank in self.ranks.values())
 
     @property
     def first_step(self) -> int:
         """The first step with a record, 1 if there is none."""
-        return min((rank.first_step for rank in self.ranks.values() if rank.count), default=1)
+        return min((rank.first_step for rank in self.ranks.values() if rank.last_step), default=1)
 
     @property
     def last_step(self) -> int:
         """The newest step of any rank; without telemetry that of the logged values."""
-        if any(rank.count for rank in self.ranks.values()):
-            return max(rank.last_step for rank in self.ranks.values())
+        newest = max((rank.last_step for rank in self.ranks.values()), default=0)
+        if newest:
+            return newest
         return max((series.last_step for series in self.series.values()), default=0)
 
     @property
@@ -89,11 +102,7 @@ class Run:
     @property
     def has_ended(self) -> bool:
         """Whether every rank that has started has ended."""
-        running: dict[int, bool] = {}
-        for event in self.events:
-            if event.get("event") in ("start", "end"):
-                running[event["rank"]] = event["event"] == "start"
-        return bool(running) and not any(running.values())
+        return bool(self._is_running) and not any(self._is_running.values())
 
     def notes(self) -> list[str]:
         """What could not be read, one sentence each."""
@@ -130,8 +139,7 @@ class Run:
                 self._searched = now
                 self._search()
             changed = self._refresh_steps()
-            for rank, tail in list(self._tails.values()):
-                changed |= self._refresh_events(rank, tail)
+            changed |= self._refresh_events()
             for path, tail in list(self._values.items()):
                 records, replaced = tail.read()
                 if replaced:
@@ -167,7 +175,8 @@ class Run:
                 self._open(int(steps[1]), path)
             events = _EVENTS.fullmatch(name)
             if events and path not in self._tails:
-                self._tails[path] = int(events[1]), Tail(path)
+                self._tails[path] = int(events[1]), Tail(path, self._most_bytes)
+                self._is_running[int(events[1])] = True
         for path in values_files(self.folder):
             self._values.setdefault(path, Tail(path))
         before = self._is_gone, self._missing
@@ -191,9 +200,7 @@ class Run:
             # A new file has no complete header for a moment.
             if status.st_size < HEADER_SIZE and time.time() - status.st_mtime < 5:
                 return
-            if not path.is_file():
-                raise ConfigurationError(f"{path} is not a regular file")
-            self.ranks[number] = RankSteps(path)
+            self.ranks[number] = RankSteps(path, self._most_records)
             self._bad.pop(path, None)
         except (ConfigurationError, OSError) as error:
             self._leave_out(number, path, error)
@@ -222,38 +229,38 @@ class Run:
 
         # NumPy and the reads release the interpreter lock, which matters for long files.
         items = list(self.ranks.items())
-        if any(rank.count == 0 for _, rank in items) and len(items) > 1:
+        if len(items) > 1 and any(rank.last_step == 0 for _, rank in items):
             with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
                 changed = list(pool.map(refresh, items))
         else:
             changed = list(map(refresh, items))
         return any(changed)
 
-    def _refresh_events(self, rank: int, tail: Tail) -> bool:
-        records, replaced = tail.read()
-        if replaced:
-            self.events = [event for event in self.events if event["rank"] != rank]
+    def _refresh_events(self) -> bool:
         events = []
-        for record in records:
-            if time_of(record) is None:
-                continue
-            name = str(record.get("event", ""))
-            if name == "work":
-                self.work = record
-            else:
+        has_replaced = False
+        for rank, tail in self._tails.values():
+            records, replaced = tail.read()
+            if replaced:
+                has_replaced = True
+                self._is_running.pop(rank, None)
+                self.events = [event for event in self.events if event["rank"] != rank]
+            for record in records:
+                if time_of(record) is None:
+                    continue
+                name = str(record.get("event", ""))
+                if name == "work":
+                    self.work = record
+                    continue
+                self._is_running[rank] = name != "end"
                 events.append({**record, "event": name, "rank": rank})
-        if not events and not replaced:
-            return False
-        self.events += events
-        self.events.sort(key=lambda event: event["time"])
-        del self.events[:-MOST_EVENTS]
-        paths = [event.get("path") for event in self.events]
-        self._paths = {path for path in paths if isinstance(path, str)}
-        return True
+        if events:
+            self.events = sorted([*self.events, *events], key=itemgetter("time"))[-MOST_EVENTS:]
+        return bool(events) or has_replaced
 
     def file(self, name: str) -> Path | None:
         """A file that an event names, if it is a regular file within the folder of the run; else None."""
-        if name not in self._paths or "\0" in name:
+        if "\0" in name:
             return None
         # A run that was copied from another machine names files by their former place.
         if os.path.isabs(name):
@@ -281,12 +288,15 @@ def values_files(folder: Path) -> list[Path]:
     return [path for path in (found / "values.jsonl" for found in folders) if path.is_file()]
 
 
-def open_runs(paths: Sequence[str], *, may_be_absent: bool = False) -> list[Run]:
+def open_runs(
+    paths: Sequence[str], *, may_be_absent: bool = False, are_partial: bool = False
+) -> list[Run]:
     """Open the folders of runs.
 
     Args:
         paths: the folders. One that is empty may be that of a run that has not begun.
         may_be_absent: whether a folder may be that of a run that has not begun.
+        are_partial: whether to read only the newest steps and events of each rank.
 
     Raises:
         ConfigurationError: a path is no folder, or a folder that is not of a run.
@@ -308,7 +318,7 @@ def open_runs(paths: Sequence[str], *, may_be_absent: bool = False) -> list[Run]
     names = [folder.name or str(folder) for folder in absolute]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in absolute]
-    return [Run(folder, name) for folder, name in zip(absolute, names, strict=True)]
+    return [Run(folder, name, are_partial) for folder, name in zip(absolute, names, strict=True)]
 
 
 def _check_folder(folder: Path) -> None:

@@ -311,12 +311,11 @@ class Handler(BaseHTTPRequestHandler):
     def _send_file(self, path: str) -> None:
         """Send a file that an event of a run names."""
         number, _, name = unquote(path).partition("/")
-        runs = self.server.runs
-        if number.isdecimal() and len(number) < 6 and int(number) < len(runs):
-            run = runs[int(number)]
-        else:
-            run = None
-        named_file = None if run is None else run.file(name)
+        named_file = None
+        for index, run in enumerate(self.server.runs):
+            is_named = any(event.get("path") == name for event in run.events)
+            if str(index) == number and is_named:
+                named_file = run.file(name)
         if named_file is None:
             self._refuse(
                 HTTPStatus.NOT_FOUND, "No event of the run names such a file in the run's folder."

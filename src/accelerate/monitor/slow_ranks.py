@@ -10,7 +10,7 @@ import numpy as np
 
 from .run import Run
 from .steps import Array
-from .view import ALL_PHASES, EXCESS, WINDOW, View
+from .view import ALL_PHASES, EXCESS, WINDOW, View, view
 
 # A rank that is slow in a smaller share of the steps is named only for a time without interruption.
 LEAST_SHARE = 0.05
@@ -18,6 +18,9 @@ LEAST_SHARE = 0.05
 _SHORT = 3
 _SHORT_WIDE = 2
 _WIDE = 64
+# Most buckets in which short times are looked for: of one rank, and of all together.
+_FINE_BUCKETS = 4096
+_FINE_VALUES = 200_000
 # A rank that is slow in a smaller share than the second is named only if that took so many seconds.
 _LEAST_SECONDS = 10.0
 _CONSIDERABLE = 0.3
@@ -48,6 +51,18 @@ class Straggler:
 
 
 def slow_ranks(run: Run, shown: View) -> list[Straggler]:
+    """The ranks that were slow in many of the steps, and then those that were slow for a short time."""
+    slow = _often_slow(run, shown)
+    fine = shown
+    buckets = _FINE_VALUES // max(1, len(shown.ranks))
+    if shown.width > 1 and buckets >= 2 * len(shown.x):
+        fine = view(run, int(shown.first[0]), int(shown.last[-1]), min(_FINE_BUCKETS, buckets))
+    named = {straggler.rank for straggler in slow}
+    brief = _briefly_slow(run, fine)
+    return slow + [straggler for straggler in brief if straggler.rank not in named]
+
+
+def _often_slow(run: Run, shown: View) -> list[Straggler]:
     """The ranks that were slow in a considerable share of a view, those first that cost most."""
     slow = []
     counts = np.sort(shown.slow.sum(axis=1))
@@ -69,7 +84,7 @@ def slow_ranks(run: Run, shown: View) -> list[Straggler]:
     return sorted(slow, key=lambda straggler: -straggler.excess * straggler.share)
 
 
-def briefly_slow_ranks(run: Run, shown: View) -> list[Straggler]:
+def _briefly_slow(run: Run, shown: View) -> list[Straggler]:
     """The ranks that were slow for a short time without interruption, in a view with narrow buckets."""
     if shown.width >= _WIDE:
         least = _SHORT_WIDE

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -22,11 +23,12 @@ from ..telemetry.records import (
     read_header,
 )
 
-# The values of a record, in the order of the columns of all arrays here.
+# The values of a record, in the order of the columns of all arrays here. They are the end of a record.
 COLUMNS = tuple(name for name in STEP.names or () if STEP[name] == np.dtype("<f4"))
 COLUMN = {name: number for number, name in enumerate(COLUMNS)}
 # A record has the sum of these over its steps, and the mean or the last value of the others.
 SUMS = ("samples", "tokens")
+_PER_RECORD = [COLUMN[name] for name in SUMS]
 # Steps of a block, whose minimum, maximum and sum stay in memory. Views of wider buckets need no file.
 BLOCK = 64
 # Durations of a record, in seconds, and how long none of them is.
@@ -46,13 +48,8 @@ _MERGES = (np.fmin, np.fmax, np.add, np.add, np.fmax, np.add)
 
 @dataclass
 class Buckets:
-    """Values of a rank in neighbouring buckets of steps: arrays of shape (buckets, columns), NaN where there is none.
+    """Values of neighbouring steps, reduced: arrays of shape (..., buckets, columns), NaN where there is none."""
 
-    Bucket `i` holds the steps from `(first + i) * width + 1` to `(first + i + 1) * width`.
-    """
-
-    first: int
-    width: int
     low: Array
     high: Array
     total: Array
@@ -60,17 +57,15 @@ class Buckets:
     weight: Array
     """Steps whose value is known."""
     time: Array
-    """Seconds since 1970 of the last record, of shape (buckets,)."""
+    """Seconds since 1970 of the last record, of shape (..., buckets)."""
     skipped: Array
-    """Steps that the optimizer skipped, of shape (buckets,)."""
+    """Steps that the optimizer skipped, of shape (..., buckets)."""
 
     @classmethod
-    def empty(cls, first: int, width: int, count: int) -> Buckets:
+    def empty(cls, count: int) -> Buckets:
         """Buckets without a value."""
         shape = (count, len(COLUMNS))
         return cls(
-            first,
-            width,
             low=np.full(shape, np.nan, "f4"),
             high=np.full(shape, np.nan, "f4"),
             total=np.zeros(shape),
@@ -79,22 +74,33 @@ class Buckets:
             skipped=np.zeros(count),
         )
 
-    def __len__(self) -> int:
-        return len(self.time)
-
     def arrays(self) -> tuple[Array, ...]:
         """All arrays, in the order of the fields."""
         return self.low, self.high, self.total, self.weight, self.time, self.skipped
 
+    def lowest(self, name: str) -> Array:
+        """A column of `low`."""
+        return np.asarray(self.low[..., COLUMN[name]])
+
+    def highest(self, name: str) -> Array:
+        """A column of `high`."""
+        return np.asarray(self.high[..., COLUMN[name]])
+
+    def sum(self, name: str) -> Array:
+        """A column of `total`."""
+        return np.asarray(self.total[..., COLUMN[name]])
+
+    def steps(self, name: str) -> Array:
+        """A column of `weight`."""
+        return np.asarray(self.weight[..., COLUMN[name]])
+
+    @np.errstate(divide="ignore", invalid="ignore")
     def mean(self, name: str) -> Array:
         """The mean over steps of a column; NaN where no step has a value."""
-        column = COLUMN[name]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.asarray(self.total[:, column] / self.weight[:, column])
+        return np.asarray(self.sum(name) / self.steps(name))
 
-    def add(self, ids: Array, others: Buckets) -> None:
-        """Merge the buckets `others`, whose numbers are `ids`: ascending, without gaps in the arrays of `self`."""
-        rows = ids - self.first
+    def merge(self, rows: Array, others: Buckets) -> None:
+        """Merge other buckets into those with the numbers `rows`, which differ."""
         for merge, array, other in zip(_MERGES, self.arrays(), others.arrays(), strict=True):
             array[rows] = merge(array[rows], other)
 
@@ -113,19 +119,21 @@ class Segment:
 
 
 class RankSteps:
-    """The file of steps of one rank. `refresh` reads what is new; `view` reduces a range of steps to buckets.
+    """The file of steps of one rank. `refresh` reads what is new.
 
     Args:
         path: the file.
+        newest: records at the end of the file with which to begin. Default: all.
 
     Raises:
         ConfigurationError: the file is not one of telemetry.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, newest: int | None = None) -> None:
         self.path = path
         self.note: str | None = None
         """What is wrong with the file behind the last record that is shown."""
+        self._newest = newest
         self._open_file()
 
     def _open_file(self) -> None:
@@ -133,21 +141,17 @@ class RankSteps:
         self.header: StepsHeader = header
         self.record = record
         self.count: int = 0
-        """Records read."""
+        """Records read, or left out because they are old."""
         self.last: np.void | None = None
         """The newest record."""
+        self.last_step: int = 0
+        """That of the newest record, 0 if there is none."""
         # Ranges of valid records, whose steps ascend. A resumed run repeats steps, and the later record is valid.
         self._segments: list[Segment] = []
-        self._blocks = Buckets.empty(0, BLOCK, 0)
-        self._size = 0  # blocks in use
+        self._blocks = Buckets.empty(0)
+        self._first_block = 0
+        self._block_count = 0
         self._mark: tuple[Any, ...] = ()
-
-    @property
-    def last_step(self) -> int:
-        """The step of the newest record, 0 if there is none."""
-        if self.last is None:
-            return 0
-        return int(self.last["step"])
 
     @property
     def first_step(self) -> int:
@@ -165,17 +169,17 @@ class RankSteps:
             Whether there are new records.
         """
         with open(self.path, "rb", buffering=0, opener=open_regular) as file:
-            if self.count and self._mark != self._identify(file):
+            if self.last is not None and self._mark != self._identify(file):
                 # The records were merged, or the file was replaced.
                 self._open_file()
-            before = self.count
             self.note = None
             available = (os.fstat(file.fileno()).st_size - HEADER_SIZE) // self.record.itemsize
-            # One buffer for all chunks: the kernel zeroes each page of a new one.
-            buffer = bytearray(max(0, min(CHUNK, available - self.count)) * self.record.itemsize)
+            if self.last is None and self._newest is not None:
+                self.count = max(0, available - self._newest)
+            before = self.count
             while self.count < available:
                 wanted = min(CHUNK, available - self.count)
-                records = self._read(file, self.count, self.count + wanted, buffer)
+                records = self._read(file, self.count, self.count + wanted)
                 good = _good(records, self.last_step)
                 self._append(file, records[:good])
                 if good < wanted:
@@ -191,21 +195,25 @@ class RankSteps:
     def _identify(self, file: IO[bytes]) -> tuple[Any, ...]:
         """What changes if records move: the file, and the first and the last record that were read."""
         status = os.fstat(file.fileno())
-        ends = [self._read(file, number, number + 1).tobytes() for number in (0, self.count - 1)]
-        return (status.st_dev, status.st_ino, *ends)
+        first = self._read(file, self._segments[0].start, self._segments[0].start + 1)
+        last = self._read(file, self.count - 1, self.count)
+        return status.st_dev, status.st_ino, first.tobytes(), last.tobytes()
 
-    def _read(
-        self, file: IO[bytes], start: int, stop: int, buffer: bytearray | None = None
-    ) -> Array:
+    def _read(self, file: IO[bytes], start: int, stop: int) -> Array:
+        """Records of the file, as those of this version."""
         size = self.record.itemsize
         file.seek(HEADER_SIZE + start * size)
-        wanted = (stop - start) * size
-        buffer = bytearray(wanted) if buffer is None else buffer
-        with memoryview(buffer)[:wanted] as view:
-            read = 0
-            while read < wanted and (more := file.readinto(view[read:])):  # type: ignore[attr-defined]
-                read += more
-        return np.frombuffer(buffer, self.record, read // size)
+        data = file.read((stop - start) * size)
+        records = np.frombuffer(data, self.record, len(data) // size)
+        if self.record == STEP:
+            return records
+        converted = np.zeros(len(records), STEP)
+        for name in STEP.names or ():
+            if name in (self.record.names or ()):
+                converted[name] = records[name]
+            elif name in COLUMN:
+                converted[name] = np.nan
+        return converted
 
     def _append(self, file: IO[bytes], records: Array) -> None:
         if not len(records):
@@ -222,24 +230,35 @@ class RankSteps:
                 self._cut(file, first)
                 self._segments.append(Segment(self.count, self.count, first, first))
             self.count += len(part)
-            self._segments[-1].stop = self.count
-            self._segments[-1].last = int(part["step"][-1])
+            segment = self._segments[-1]
+            segment.stop = self.count
+            segment.last = int(part["step"][-1])
             self._add_blocks(part)
         self.last = records[-1].copy()
+        self.last_step = int(steps[-1])
 
     def _cut(self, file: IO[bytes], step: int) -> None:
         """Forget the records of `step` and of later ones: the run has resumed before it."""
         while self._segments and self._segments[-1].first >= step:
             self._segments.pop()
-        first = (step - 1) // BLOCK
-        self._reset_blocks(first)
+        block = (step - 1) // BLOCK
         if not self._segments:
+            self._blocks = Buckets.empty(0)
+            self._first_block = block
+            self._block_count = 0
             return
-        last = self._segments[-1]
-        if last.last >= step:
-            last.stop = self._find(file, last, step)
-            last.last = step - 1
-        records = self._records(file, first * BLOCK + 1, step - 1)
+        # The block of the step is made anew.
+        count = min(self._block_count, block - self._first_block)
+        blocks = Buckets.empty(len(self._blocks.time))
+        for array, former in zip(blocks.arrays(), self._blocks.arrays(), strict=True):
+            array[:count] = former[:count]
+        self._blocks = blocks
+        self._block_count = count
+        segment = self._segments[-1]
+        if segment.last >= step:
+            segment.stop = self._find(file, segment, step)
+            segment.last = step - 1
+        records = self._records(file, block * BLOCK + 1, step - 1)
         if len(records):
             self._add_blocks(records)
 
@@ -258,70 +277,36 @@ class RankSteps:
                 high = middle
         return low
 
-    def _records(self, file: IO[bytes], start: int, stop: int) -> Array:
+    def records(self, start: int, stop: int) -> Array:
         """The valid records of the steps from `start` to `stop`."""
+        with open(self.path, "rb", buffering=0, opener=open_regular) as file:
+            return self._records(file, start, stop)
+
+    def _records(self, file: IO[bytes], start: int, stop: int) -> Array:
         parts = []
         for segment in self._segments:
             if segment.first <= stop and segment.last >= start:
                 first = self._find(file, segment, start)
                 parts.append(self._read(file, first, self._find(file, segment, stop + 1)))
-        if parts:
-            return np.concatenate(parts)
-        return np.empty(0, self.record)
-
-    def _reset_blocks(self, first: int) -> None:
-        """Empty the blocks from number `first` on."""
-        size = first - self._blocks.first
-        if not self._size or size < 0:
-            self._blocks = Buckets.empty(first, BLOCK, 256)
-            self._size = 0
-        elif size < self._size:
-            nothing = Buckets.empty(first, BLOCK, self._size - size)
-            for array, value in zip(self._blocks.arrays(), nothing.arrays(), strict=True):
-                array[size : self._size] = value
-            self._size = size
+        return _joined(parts)
 
     def _add_blocks(self, records: Array) -> None:
-        blocks = self._blocks
-        ids = _buckets_of(records, BLOCK)
-        needed = int(ids[-1]) - blocks.first + 1
-        if needed > len(blocks):
-            self._blocks = Buckets.empty(blocks.first, BLOCK, max(needed, 2 * len(blocks)))
-            for array, value in zip(self._blocks.arrays(), blocks.arrays(), strict=True):
-                array[: self._size] = value[: self._size]
-        self._size = max(self._size, needed)
-        self._blocks.add(*reduced(records, ids))
+        rows = bucket_numbers(records, BLOCK) - self._first_block
+        needed = int(rows[-1]) + 1
+        if needed > len(self._blocks.time):
+            blocks = Buckets.empty(2 * needed)
+            for array, former in zip(blocks.arrays(), self._blocks.arrays(), strict=True):
+                array[: len(former)] = former
+            self._blocks = blocks
+        self._block_count = max(self._block_count, needed)
+        self._blocks.merge(*reduced(records, rows))
 
-    def view(self, start: int, stop: int, width: int) -> Buckets:
-        """Reduce the steps from `start` to `stop` to buckets of `width` steps.
-
-        Args:
-            start: the first step. Its bucket is complete.
-            stop: the last step, likewise.
-            width: steps of a bucket, a power of 2.
-        """
-        first = (start - 1) // width
-        end = (stop - 1) // width + 1
-        buckets = Buckets.empty(first, width, end - first)
-        if width < BLOCK:
-            with open(self.path, "rb", buffering=0, opener=open_regular) as file:
-                records = self._records(file, first * width + 1, end * width)
-            if len(records):
-                buckets.add(*reduced(records, _buckets_of(records, width)))
-            return buckets
-        blocks_of_bucket = width // BLOCK
-        blocks = self._blocks
-        low = max(first * blocks_of_bucket, blocks.first)
-        high = min(end * blocks_of_bucket, blocks.first + self._size)
-        if low < high:
-            ids, starts = np.unique(np.arange(low, high) // blocks_of_bucket, return_index=True)
-            shown = slice(low - blocks.first, high - blocks.first)
-            arrays = [
-                merge.reduceat(array[shown], starts, axis=0)
-                for merge, array in zip(_MERGES, blocks.arrays(), strict=True)
-            ]
-            buckets.add(ids, Buckets(int(ids[0]), width, *arrays))
-        return buckets
+    def blocks(self, start: int, stop: int) -> tuple[Array, Buckets]:
+        """The blocks with the numbers from `start` to `stop` - 1, as far as there are some, and their numbers."""
+        low = max(start, self._first_block)
+        high = max(low, min(stop, self._first_block + self._block_count))
+        rows = slice(low - self._first_block, high - self._first_block)
+        return np.arange(low, high), Buckets(*(array[rows] for array in self._blocks.arrays()))
 
     def steps_per_record(self, start: int, stop: int) -> float:
         """How many of the steps from `start` to `stop` a record covers, on average."""
@@ -340,16 +325,15 @@ class RankSteps:
 
     def begins_between(self, first: int, last: int) -> bool:
         """Whether a process made its first step between these."""
-        with open(self.path, "rb", buffering=0, opener=open_regular) as file:
-            records = self._records(file, first, min(last, first + BLOCK))
+        records = self.records(first, min(last, first + BLOCK))
         return bool((records["flags"] & FLAG_FIRST).any())
 
     def steps_at(self, times: Array) -> Array:
         """The steps that were reached at these times (seconds since 1970), about, as fractions."""
-        block_times = self._blocks.time[: self._size]
+        block_times = self._blocks.time[: self._block_count]
         blocks = np.flatnonzero(~np.isnan(block_times))
         ends = block_times[blocks]
-        steps = ((blocks + self._blocks.first + 1) * BLOCK).astype("f8")
+        steps = ((blocks + self._first_block + 1) * BLOCK).astype("f8")
         steps[-1] = self.last_step
         begin = np.fmin(self.header.started, ends[0])
         if not np.isfinite(begin):
@@ -358,41 +342,80 @@ class RankSteps:
         return reached
 
 
-def _matrix(records: Array) -> Array:
-    """The columns of records, of shape (records, columns); a view where the file has them side by side."""
-    fields: Any = records.dtype.fields
-    first = fields["seconds"][1]
-    offsets = [fields[name][1] for name in COLUMNS if name in fields]
-    shape = (len(records), len(COLUMNS))
-    side_by_side = range(first, first + 4 * len(COLUMNS), 4)
-    if offsets == list(side_by_side):
-        strides = (records.dtype.itemsize, 4)
-        return np.ndarray(shape, "<f4", records.data.cast("B"), first, strides)
-    matrix = np.full(shape, np.nan, "f4")
-    for column, name in enumerate(COLUMNS):
-        if name in fields:
-            matrix[:, column] = records[name]
-    return matrix
+def reduce_steps(files: Sequence[RankSteps], start: int, stop: int, width: int) -> Buckets:
+    """Reduce the steps from `start` to `stop` of some ranks to buckets.
+
+    Args:
+        files: the files of the ranks.
+        start: the first step. Its bucket is complete.
+        stop: the last step, likewise.
+        width: steps of a bucket, a power of 2. The last step of a bucket is a multiple of it.
+
+    Returns:
+        Arrays of shape (ranks, buckets) and (ranks, buckets, columns).
+    """
+    first = (start - 1) // width
+    count = (stop - 1) // width + 1 - first
+    buckets = Buckets.empty(len(files) * count)
+    rows = [np.empty(0, int)]
+    records = []
+    blocks = [Buckets.empty(0)]
+    size = width // BLOCK
+    for number, file in enumerate(files):
+        if size == 0:
+            part = file.records(first * width + 1, (first + count) * width)
+            numbers = bucket_numbers(part, width)
+            records.append(part)
+        else:
+            numbers, block = file.blocks(first * size, (first + count) * size)
+            numbers //= size
+            blocks.append(block)
+        rows.append(numbers - first + number * count)
+    all_rows = np.concatenate(rows)
+    if len(all_rows):
+        if size == 0:
+            all_rows, parts = reduced(_joined(records), all_rows)
+        else:
+            all_rows, parts = _reduced_blocks(blocks, all_rows)
+        for array, part in zip(buckets.arrays(), parts.arrays(), strict=True):
+            array[all_rows] = part
+    shape = (len(files), count)
+    return Buckets(*(array.reshape(*shape, *array.shape[1:]) for array in buckets.arrays()))
 
 
-def _buckets_of(records: Array, width: int) -> Array:
+def _joined(parts: Sequence[Array]) -> Array:
+    """Records of several arrays. NumPy would compare the fields of each array with those of the next."""
+    if len(parts) == 1:
+        return parts[0]
+    raw = np.dtype((np.void, STEP.itemsize))
+    return np.concatenate([np.empty(0, raw), *(part.view(raw) for part in parts)]).view(STEP)
+
+
+def _reduced_blocks(blocks: Sequence[Buckets], numbers: Array) -> tuple[Array, Buckets]:
+    """Reduce blocks to one bucket for each different number in `numbers`, which ascends."""
+    starts = np.flatnonzero(np.diff(numbers, prepend=-1))
+    merged = []
+    for merge, *arrays in zip(_MERGES, *(block.arrays() for block in blocks), strict=True):
+        merged.append(merge.reduceat(np.concatenate(arrays), starts, axis=0))
+    return numbers[starts], Buckets(*merged)
+
+
+def bucket_numbers(records: Array, width: int) -> Array:
     """The number of the bucket of each record."""
     return np.asarray((records["step"].astype(np.int64) - 1) // width)
 
 
-_PER_RECORD = [COLUMN[name] for name in SUMS]
-
-
 @np.errstate(over="ignore", invalid="ignore")
-def reduced(records: Array, ids: Array) -> tuple[Array, Buckets]:
-    """Reduce records to one bucket for each number in `ids`, which ascends.
+def reduced(records: Array, numbers: Array) -> tuple[Array, Buckets]:
+    """Reduce records to one bucket for each different number in `numbers`, which ascends.
 
     Returns:
         The different numbers, and their buckets.
     """
-    starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1))
+    starts = np.flatnonzero(np.diff(numbers, prepend=-1))
     # Reductions along rows of a C-contiguous array are several times as fast as down its columns.
-    values = np.ascontiguousarray(_matrix(records).T)
+    floats = records.view("<f4").reshape(len(records), -1)
+    values = np.ascontiguousarray(floats[:, -len(COLUMNS) :].T)
     steps = records["steps"].astype("f4")
     weighted = values
     if (steps != 1).any():
@@ -408,10 +431,7 @@ def reduced(records: Array, ids: Array) -> tuple[Array, Buckets]:
         total[column] = np.add.reduceat(known_values, starts)
         weight[column] = np.add.reduceat(known_steps, starts)
     skipped = (records["flags"] & FLAG_SKIPPED).astype("f8")
-    numbers = ids[starts]
     buckets = Buckets(
-        int(numbers[0]),
-        0,
         low=np.fmin.reduceat(values, starts, axis=1).T,
         high=np.fmax.reduceat(values, starts, axis=1).T,
         total=total.T,
@@ -419,7 +439,7 @@ def reduced(records: Array, ids: Array) -> tuple[Array, Buckets]:
         time=np.fmax.reduceat(records["time"], starts),
         skipped=np.add.reduceat(skipped, starts),
     )
-    return numbers, buckets
+    return numbers[starts], buckets
 
 
 def _good(records: Array, last_step: int) -> int:
@@ -435,9 +455,8 @@ def _good(records: Array, last_step: int) -> int:
     with np.errstate(invalid="ignore"):
         is_good = (covered > 0) & (covered <= steps) & (time > 0) & (time < 1e12)
         for name in DURATIONS:
-            if name in (records.dtype.names or ()):
-                # One that is not known is NaN.
-                is_good &= ~(np.abs(records[name]) >= LONGEST)
+            # One that is not known is NaN.
+            is_good &= ~(np.abs(records[name]) >= LONGEST)
     before: Any = last_step
     if not last_step:
         # The first record of a run may have any step.

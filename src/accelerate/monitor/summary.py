@@ -13,14 +13,12 @@ from textwrap import shorten
 import numpy as np
 
 from .run import Run
-from .slow_ranks import Straggler, briefly_slow_ranks, slow_ranks
+from .slow_ranks import Straggler, slow_ranks
 from .steps import Array
 from .view import ALL_PHASES, WINDOW, View, view
 
-# Buckets of the range that is summarized, and most for what is short: of one rank, and of all together.
+# Buckets of the range that is summarized.
 _BUCKETS = 256
-_FINE_BUCKETS = 4096
-_FINE_VALUES = 200_000
 # Seconds that slow steps must have cost to be named, and those with which a process begins.
 _LEAST_LOST = 5.0
 _LEAST_WARM_UP = 1.0
@@ -125,7 +123,7 @@ def _summary(run: Run, shown: View, is_end: bool) -> Summary:
     seconds = np.nan_to_num(shown.seconds) * weight
     bucket_seconds = seconds.max(axis=0)
     duration = float(seconds.sum(axis=1).max())
-    slow = _all_slow_ranks(run, shown, first, last)
+    slow = slow_ranks(run, shown)
     period, is_usual = _period(run, shown, slow)
     begin = float(shown.time[recorded[0]] - bucket_seconds[recorded[0]])
     end = float(shown.time[recorded[-1]])
@@ -184,20 +182,6 @@ def _summary(run: Run, shown: View, is_end: bool) -> Summary:
         stragglers=tuple(slow),
         incidents=_incidents(run, begin, until),
     )
-
-
-def _all_slow_ranks(run: Run, shown: View, first: int, last: int) -> list[Straggler]:
-    """The ranks that were slow in many of the steps, then those that were slow for a short time."""
-    slow = slow_ranks(run, shown)
-    if len(shown.ranks) < 2:
-        return slow
-    fine = shown
-    if shown.width > 1:
-        buckets = max(_BUCKETS, min(_FINE_BUCKETS, _FINE_VALUES // len(shown.ranks)))
-        fine = view(run, first, last, buckets)
-    named = {straggler.rank for straggler in slow}
-    brief = briefly_slow_ranks(run, fine)
-    return slow + [straggler for straggler in brief if straggler.rank not in named]
 
 
 def _utilization(run: Run, rate: float, shown: View) -> tuple[float, float]:
@@ -272,7 +256,7 @@ def _waiting(run: Run, first: int, last: int) -> float:
     return 0.0
 
 
-def _period(run: Run, shown: View, slow_ranks: Sequence[Straggler]) -> tuple[Period | None, Array]:
+def _period(run: Run, shown: View, stragglers: Sequence[Straggler]) -> tuple[Period | None, Array]:
     """The neighbouring steps that were slow on all ranks and cost most, if they stand out; and the buckets without."""
     is_usual = np.ones(len(shown.x), bool)
     weight = shown.weight.max(axis=0)
@@ -304,7 +288,7 @@ def _period(run: Run, shown: View, slow_ranks: Sequence[Straggler]) -> tuple[Per
         return None, is_usual
     if weight[buckets].sum() > 0.5 * weight.sum():
         return None, is_usual
-    for straggler in slow_ranks:
+    for straggler in stragglers:
         begins_before = straggler.first - shown.width <= first
         if begins_before and last <= straggler.last + WINDOW + shown.width:
             # The sentences of slow ranks report it.

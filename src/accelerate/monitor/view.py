@@ -12,13 +12,15 @@ import numpy as np
 
 from ..telemetry.records import PHASES, StepsHeader
 from .run import Run
-from .steps import COLUMN, SUMS, Array, Buckets
+from .steps import BLOCK, SUMS, Array, Buckets, reduce_steps
 
 # The window of the straggler rule has at least as many steps.
 WINDOW = 10
 # A rank is slow if its own time exceeds the median of all ranks by this share, and by that share of the step.
 EXCESS = 0.2
 OF_STEP = 0.02
+# Steps of all ranks together whose records a view reads from the files. Longer ranges are shown in blocks.
+MOST_STEPS = 1 << 19
 # Rows of the heat map. With more ranks a row shows the slowest of neighbouring ones.
 MOST_ROWS = 256
 # The phases of a step in the order in which they are stacked; `other` is what no phase covers.
@@ -65,6 +67,10 @@ class View:
     """Where the loss is not finite, of shape (ranks, buckets)."""
     memory: dict[str, Array]
     """Most bytes for `device` and `host`, of shape (ranks, buckets)."""
+    buckets: Buckets
+    """All values that were recorded."""
+    shares: Array
+    """The fraction of its samples that each rank alone contributes, of shape (ranks, 1)."""
     unit: str
     """What the curve of throughput counts per second: tokens, samples or steps."""
     curves: dict[str, Curve]
@@ -101,19 +107,22 @@ def view(run: Run, start: int | None = None, stop: int | None = None, pixels: in
     start = max(1, start)
     stop = max(start, min(run_last, stop))
     width = bucket_width(stop - start + 1, pixels)
-    ranks = sorted(number for number, rank in run.ranks.items() if rank.count)
+    ranks = sorted(number for number, rank in run.ranks.items() if rank.last_step)
     files = [run.ranks[number] for number in ranks]
     if files:
         # Records of ranks that cover several steps do not end with the same ones: wide buckets have some of each rank.
         steps_per_record = files[0].steps_per_record(start, stop)
         if steps_per_record > 1.1:
             width = max(width, bucket_width(math.ceil(4 * steps_per_record), 1))
-    ranks_buckets = [file.view(start, stop, width) for file in files]
-    shares = [data_share(file.header) for file in files]
+    if (stop - start + 1) * len(files) > MOST_STEPS:
+        width = max(width, BLOCK)
+    buckets = reduce_steps(files, start, stop, width)
+    shares = np.array([data_share(file.header) for file in files]).reshape(-1, 1)
+    numbers = np.arange((start - 1) // width, (stop - 1) // width + 1)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         # Means of buckets without a value.
         warnings.simplefilter("ignore", RuntimeWarning)
-        shown = _reduced(ranks, ranks_buckets, shares, start, stop, width)
+        shown = _shown(ranks, buckets, shares, numbers, width)
         shown.logged = _logged(run, start, stop, width)
     # Buckets are complete, except at the ends of the run.
     shown.first = np.maximum(shown.first, min(start, run_first))
@@ -132,58 +141,33 @@ def data_share(header: StepsHeader) -> float:
     return 1.0
 
 
-def _reduced(
-    ranks: list[int],
-    ranks_buckets: list[Buckets],
-    shares: list[float],
-    start: int,
-    stop: int,
-    width: int,
-) -> View:
-    numbers = np.arange((start - 1) // width, (stop - 1) // width + 1)
+def _shown(ranks: list[int], buckets: Buckets, shares: Array, numbers: Array, width: int) -> View:
+    def curve(name: str, high: Array) -> Curve:
+        return Curve(
+            mean=_over(np.nanmean, buckets.mean(name)),
+            low=_over(np.nanmin, buckets.lowest(name)),
+            high=_over(np.nanmax, high),
+        )
 
-    def stacked(values: list[Array]) -> Array:
-        if values:
-            return np.array(values)
-        return np.empty((0, len(numbers)))
-
-    def means(name: str) -> Array:
-        return stacked([buckets.mean(name) for buckets in ranks_buckets])
-
-    def lowest(name: str) -> Array:
-        return stacked([buckets.low[:, COLUMN[name]] for buckets in ranks_buckets])
-
-    def highest(name: str) -> Array:
-        return stacked([buckets.high[:, COLUMN[name]] for buckets in ranks_buckets])
-
-    def curve(mean: Array, low: Array, high: Array) -> Curve:
-        return Curve(_over(np.nanmean, mean), _over(np.nanmin, low), _over(np.nanmax, high))
-
-    seconds = means("seconds")
-    weight = stacked([buckets.weight[:, COLUMN["seconds"]] for buckets in ranks_buckets])
-    phases = {name: means(name) for name in PHASES}
+    seconds = buckets.mean("seconds")
+    weight = buckets.steps("seconds")
+    phases = {name: buckets.mean(name) for name in PHASES}
     waits = np.nan_to_num(phases["communication"]) + _waits_within(seconds, phases)
     own = seconds - waits
-    covered = sum(np.nan_to_num(values) for values in phases.values())
+    covered = np.nansum(list(phases.values()), axis=0)
     phases["other"] = np.maximum(seconds - covered, 0)
-    curves = {
-        name: curve(means(name), lowest(name), highest(name))
-        for name in ("loss", "gradient_norm", "learning_rate")
-    }
-    unit, throughput = _throughput(ranks_buckets, shares, seconds, stacked)
+    curves = {}
+    for name in ("loss", "gradient_norm", "learning_rate", "device_memory", "host_memory"):
+        curves[name] = curve(name, buckets.highest(name))
+    longest = np.fmax(buckets.highest("seconds"), buckets.highest("longest"))
+    curves["seconds"] = curve("seconds", longest)
+    unit, throughput = _throughput(buckets, shares, seconds)
     curves["throughput"] = Curve(throughput, throughput, throughput)
-    longest = np.fmax(highest("seconds"), highest("longest"))
-    curves["seconds"] = curve(seconds, lowest("seconds"), longest)
-    memory = {}
-    for kind in ("device", "host"):
-        name = f"{kind}_memory"
-        memory[kind] = highest(name)
-        curves[name] = curve(means(name), memory[kind], memory[kind])
     return View(
         width=width,
         first=numbers * width + 1,
         last=(numbers + 1) * width,
-        time=_over(np.nanmax, stacked([buckets.time for buckets in ranks_buckets])),
+        time=_over(np.nanmax, buckets.time),
         ranks=ranks,
         weight=weight,
         seconds=seconds,
@@ -191,9 +175,14 @@ def _reduced(
         own=own,
         slow=stragglers(own, seconds, weight),
         phases=phases,
-        skipped=_over(np.nanmax, stacked([buckets.skipped for buckets in ranks_buckets])),
-        bad_loss=stacked([_bad_loss(buckets) for buckets in ranks_buckets]),
-        memory=memory,
+        skipped=_over(np.nanmax, buckets.skipped),
+        bad_loss=_bad_loss(buckets),
+        memory={
+            "device": buckets.highest("device_memory"),
+            "host": buckets.highest("host_memory"),
+        },
+        buckets=buckets,
+        shares=shares,
         unit=unit,
         curves=curves,
     )
@@ -238,12 +227,13 @@ def _spread(values: Array) -> Array:
 
 def _bad_loss(buckets: Buckets) -> Array:
     """Where the loss is not finite: nowhere on ranks that know no loss at all."""
-    loss = COLUMN["loss"]
-    steps = buckets.weight[:, loss]
+    steps = buckets.steps("loss")
     # Steps that are not split into phases have no loss either.
-    is_missing = buckets.weight[:, COLUMN["optimizer"]] > steps
-    is_infinite = np.isinf(buckets.low[:, loss]) | np.isinf(buckets.high[:, loss])
-    return np.asarray((is_missing | is_infinite) & steps.any())
+    is_bad = buckets.steps("optimizer") > steps
+    is_bad |= np.isinf(buckets.lowest("loss"))
+    is_bad |= np.isinf(buckets.highest("loss"))
+    is_bad &= steps.any(axis=1, keepdims=True)
+    return is_bad
 
 
 def _over(function: Any, values: Array) -> Array:
@@ -252,25 +242,15 @@ def _over(function: Any, values: Array) -> Array:
     return np.full(values.shape[1], np.nan)
 
 
-def _throughput(
-    ranks_buckets: list[Buckets], shares: list[float], seconds: Array, stacked: Any
-) -> tuple[str, Array]:
+def _throughput(buckets: Buckets, shares: Array, seconds: Array) -> tuple[str, Array]:
     """The sum over ranks of what each processes in a second, what several process counted once."""
-    recorded = set()
-    for buckets in ranks_buckets:
-        recorded |= {unit for unit in SUMS if buckets.weight[:, COLUMN[unit]].any()}
+    recorded = [unit for unit in SUMS if buckets.steps(unit).any()]
     if not recorded:
         return "steps", _over(np.nanmean, 1 / seconds)
-    unit = "samples"
-    if "tokens" in recorded:
-        unit = "tokens"
-    column = COLUMN[unit]
-    rank_rates = []
-    for share, buckets in zip(shares, ranks_buckets, strict=True):
-        is_recorded = buckets.weight[:, column] > 0
-        amounts = np.where(is_recorded, share * buckets.total[:, column], np.nan)
-        rank_rates.append(amounts / buckets.total[:, COLUMN["seconds"]])
-    rates = stacked(rank_rates)
+    unit = recorded[-1]
+    amounts = shares * buckets.sum(unit)
+    amounts[buckets.steps(unit) == 0] = np.nan
+    rates = amounts / buckets.sum("seconds")
     # At the newest steps some ranks are not written yet: the others stand for them.
     present = (~np.isnan(rates)).sum(axis=0)
     expected = present.copy()
@@ -335,7 +315,7 @@ def _summed(values: Array, buckets: int) -> Array:
 
 def _logged(run: Run, start: int, stop: int, width: int) -> dict[str, Curve]:
     """The logged values of a range, several in a bucket reduced to one point."""
-    recorded = [rank for _, rank in sorted(run.ranks.items()) if rank.count]
+    recorded = [rank for _, rank in sorted(run.ranks.items()) if rank.last_step]
     curves = {}
     for name, series in run.series.items():
         steps, times, values = series.points()
