@@ -28,7 +28,7 @@ from .config.training import (
 )
 from .core import devices, env
 from .core.enums import DistributedType, DynamoBackend, LoggerType, RNGType
-from .core.errors import ConfigurationError, PrepareError
+from .core.errors import ConfigurationError, PrepareError, add_remedy, short_traceback
 from .core.lazy import public_names
 from .core.modules import class_name, model_has_dtensor, require_module
 from .core.objects import computed, forwarded
@@ -193,34 +193,34 @@ class Accelerator(RunInterface):
         precision_policy: Mapping[str, torch.dtype] | None = None,
         fp16: bool = False,
     ) -> None:
-        if checks.truth("fp16", fp16):
-            if mixed_precision not in (None, "fp16"):
+        with short_traceback:
+            if checks.truth("fp16", fp16):
+                if mixed_precision not in (None, "fp16"):
+                    raise ConfigurationError(
+                        f"fp16=True means mixed_precision='fp16', and mixed_precision={mixed_precision!r} is given too"
+                    )
+                mixed_precision = "fp16"
+            if non_finite is None:
+                non_finite = env.get("ACCELERATE_NON_FINITE", "ignore")
+            non_finite = checks.word("non_finite", non_finite, ("skip", "raise", "ignore"))
+            non_finite_limit = checks.integer("non_finite_limit", non_finite_limit)
+            self.rng_types: list[str] = ["generator"]
+            if rng_types is not None:
+                kinds = checks.texts("rng_types", rng_types)
+                self.rng_types = [str(checks.member("rng_types", kind, RNGType)) for kind in kinds]
+            if deepspeed_plugin is None:
+                deepspeed_plugin = deepspeed_plugins
+            elif deepspeed_plugins is not None:
                 raise ConfigurationError(
-                    f"fp16=True means mixed_precision='fp16', and mixed_precision={mixed_precision!r} is given too"
+                    "deepspeed_plugin and deepspeed_plugins are both given, and they are the same argument: give one"
                 )
-            mixed_precision = "fp16"
-        if non_finite is None:
-            non_finite = env.get("ACCELERATE_NON_FINITE", "ignore")
-        non_finite = checks.word("non_finite", non_finite, ("skip", "raise", "ignore"))
-        non_finite_limit = checks.integer("non_finite_limit", non_finite_limit)
-        self.rng_types: list[str] = ["generator"]
-        if rng_types is not None:
-            kinds = checks.texts("rng_types", rng_types)
-            self.rng_types = [str(checks.member("rng_types", kind, RNGType)) for kind in kinds]
-        if deepspeed_plugin is None:
-            deepspeed_plugin = deepspeed_plugins
-        elif deepspeed_plugins is not None:
-            raise ConfigurationError(
-                "deepspeed_plugin and deepspeed_plugins are both given, and they are the same argument: give one"
-            )
-        if dynamo_backend is not None:
-            if dynamo_plugin is not None:
-                raise ConfigurationError(
-                    "dynamo_backend and dynamo_plugin are both given: set backend in the plugin"
-                )
-            dynamo_plugin = TorchDynamoPlugin(backend=dynamo_backend)  # type: ignore[arg-type]
-        resolved = resolve(
-            Request(
+            if dynamo_backend is not None:
+                if dynamo_plugin is not None:
+                    raise ConfigurationError(
+                        "dynamo_backend and dynamo_plugin are both given: set backend in the plugin"
+                    )
+                dynamo_plugin = TorchDynamoPlugin(backend=dynamo_backend)  # type: ignore[arg-type]
+            request = Request(
                 mixed_precision=mixed_precision,
                 cpu=cpu,
                 gradient_accumulation_steps=gradient_accumulation_steps,
@@ -238,7 +238,7 @@ class Accelerator(RunInterface):
                 precision_policy=precision_policy,
                 kwargs_handlers=kwargs_handlers or [],
             )
-        )
+            resolved = resolve(request)
         self.plan: Plan = resolved.plan
         self.state: AcceleratorState = resolved.state
         self.precision: Precision = resolved.precision
@@ -260,7 +260,9 @@ class Accelerator(RunInterface):
         project = project_config or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and project.project_dir is None:
             project.set_directories(project_dir)
-        self._compose(project, TrackerGroup(log_with, project.logging_dir))
+        with short_traceback:
+            trackers = TrackerGroup(log_with, project.logging_dir)
+        self._compose(project, trackers)
         self._loop.add(FirstStepCheck(self._checkpoints))
         plan_file = env.get("ACCELERATE_PLAN_FILE")
         if plan_file:
@@ -377,7 +379,8 @@ class Accelerator(RunInterface):
         if self.strategy.api_method is not None:
             layout = self.replacement(self.strategy.api_method)
         if layout is None:
-            return self._prepare_together(args, device_placement, forward_methods)
+            with short_traceback:
+                return self._prepare_together(args, device_placement, forward_methods)
         prepared = tuple(layout(*args))
         for obj in prepared:
             if isinstance(obj, torch.nn.Module):
@@ -871,9 +874,12 @@ class Accelerator(RunInterface):
                     factors = torch.tensor(window.take_factor(), dtype=torch.float64)
                     models = self._window_models()
                     self.strategy.backward_items(scaled, lambda: factors, models, **kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, AttributeError) as error:
             devices.report_exhausted(error)
             raise_lost(error, "`accelerator.backward`")
+            if add_remedy(error):
+                # The frames of torch explain nothing: the loss is wrong.
+                error.__traceback__ = None
             raise
         self._loop.after_backward(loss, num_items)
 
@@ -1005,6 +1011,7 @@ class Accelerator(RunInterface):
                 norm = norm / self.scaler.get_scale()
             return norm
         begin = perf_counter()
+        max_norm = float(max_norm)
         parameters = self._unscaled(parameters)
         try:
             norm = self.strategy.clip_grad_norm(parameters, max_norm, norm_type=norm_type)
@@ -1297,7 +1304,8 @@ class Accelerator(RunInterface):
         wait = self.replacement("wait_for_everyone")
         if wait is not None and self.project_configuration.automatic_checkpoint_naming:
             wait()
-        return self._checkpoints.save(output_dir, safe_serialization, blocking, layout)
+        with short_traceback:
+            return self._checkpoints.save(output_dir, safe_serialization, blocking, layout)
 
     def load_state(
         self,
@@ -1321,7 +1329,8 @@ class Accelerator(RunInterface):
         Raises:
             CheckpointError: there is no checkpoint, or it is damaged or does not match the prepared objects.
         """
-        return self._checkpoints.load(input_dir, load_kwargs, **load_model_func_kwargs)
+        with short_traceback:
+            return self._checkpoints.load(input_dir, load_kwargs, **load_model_func_kwargs)
 
     def resume(
         self, signals: Sequence[str] = DEFAULT_SIGNALS, exit_code: int | None = None
@@ -1470,7 +1479,8 @@ class Accelerator(RunInterface):
                 services.
         """
         if self.is_main_process:
-            self._trackers.start(*args, **kwargs)
+            with short_traceback:
+                self._trackers.start(*args, **kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a started tracker.

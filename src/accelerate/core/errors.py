@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import TracebackType
 
 
 class AccelerateError(Exception):
@@ -50,6 +51,32 @@ class MissingCheckpointError(CheckpointError, ValueError):
     """There is no checkpoint where one is to be loaded. Scripts that may resume catch the API's ValueError."""
 
 
+class _ShortTraceback:
+    """A block of a public method from which errors of a wrong argument leave as if that method had raised them."""
+
+    def __enter__(self) -> None:
+        """Nothing."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Leave the frames of the user and of the method. The message names the argument."""
+        if error is None or trace is None:
+            return
+        wrong_argument = (ConfigurationError, PrepareError)
+        if isinstance(error.__cause__, wrong_argument):
+            error.__cause__.__traceback__ = None
+            trace.tb_next = None
+        elif isinstance(error, wrong_argument):
+            trace.tb_next = None
+
+
+short_traceback: _ShortTraceback = _ShortTraceback()
+
+
 def suggestion(word: object, choices: Iterable[object], form: str = " (did you mean {}?)") -> str:
     """The end of a message about a mistyped `word`: the nearest choice in `form`, or nothing where none is near."""
     import difflib
@@ -60,6 +87,37 @@ def suggestion(word: object, choices: Iterable[object], form: str = " (did you m
     if found:
         return form.format(found[0])
     return ""
+
+
+# What torch says about frequent mistakes, and what to do about them here.
+_REMEDIES = {
+    "Expected to have finished reduction in the prior iteration": "a step leaves out parameters of a model under DDP. "
+    "Use `Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])`, or freeze these "
+    "parameters (`requires_grad_(False)`) before `prepare`",
+    "grad can be implicitly created only for scalar outputs": "`accelerator.backward(loss)` needs a loss of one "
+    "element: call `loss.mean()`, or use a loss function with a `reduction`",
+    "does not require grad and does not have a grad_fn": "the loss is not connected to a parameter that trains: look "
+    "for `torch.no_grad()`, `.detach()` or `.item()` between the model and `accelerator.backward(loss)`, and for a "
+    "model whose parameters are all frozen",
+    "object has no attribute 'backward'": "`accelerator.backward(loss)` needs the tensor that the model or the loss "
+    "function has returned, not a number: call `loss.item()` only after it",
+    "but _scale is None": "mixed precision fp16 scales the loss: call `accelerator.backward(loss)`, not "
+    "`loss.backward()`",
+    "Expected all tensors to be on the same device": "`prepare` moves the model and the batches of a prepared loader: "
+    "create all other tensors on `accelerator.device`, or move them with `.to(accelerator.device)`",
+}
+
+
+def add_remedy(error: BaseException) -> bool:
+    """Add a line to the traceback of an error of torch that says what to do about a frequent mistake, if it is one."""
+    text = str(error)
+    for message, remedy in _REMEDIES.items():
+        if message in text:
+            note = f"accelerate: {remedy}"
+            if note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+            return True
+    return False
 
 
 # Messages of gloo, NCCL, torch's store and this package for a rank that is gone or has not come: patterns, compiled at

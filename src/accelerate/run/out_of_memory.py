@@ -22,6 +22,7 @@ import psutil
 import torch
 
 from ..core import devices, messages
+from ..core.errors import add_remedy
 from ..core.files import atomic_write
 from ..core.objects import size_of
 from ..state import PartialState
@@ -95,6 +96,7 @@ def _report_uncaught(
     """The hook of exceptions that end the process. It calls the former one."""
     with contextlib.suppress(Exception):
         devices.report_exhausted(error)
+        add_remedy(error)
     former(kind, error, trace)
 
 
