@@ -51,7 +51,7 @@ SUBJECTS = {
     "Saving": ("checkpointing",),
     "FSDP": ("parallel.fsdp",),
     "DeepSpeed and Megatron-LM": (
-        "config.deepspeed_file",
+        "config.deepspeed",
         "parallel.deepspeed",
         "parallel.placeholders",
     ),

@@ -9,7 +9,7 @@ import os
 import pytest
 
 from accelerate.config import launch_file
-from accelerate.config.deepspeed_file import HfDeepSpeedConfig
+from accelerate.config.deepspeed import HfDeepSpeedConfig
 from accelerate.core.errors import ConfigurationError
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several machines: launchers meet, disagree, miss one another, and stop together. Two launches here stand for two."""
 
+import socket
 import textwrap
 import time
 
@@ -74,7 +75,8 @@ def test_a_failure_on_one_machine_stops_both(machines, meeting):
     )
     assert time.monotonic() - began < 40
     assert code == other_code == 1
-    assert "rank 3 on" in errors and "KeyError: 'the cause'" in errors and "Traceback" not in errors
+    assert "rank 3 failed: KeyError: 'the cause'" in errors and "Traceback" not in errors
+    assert f"host {socket.gethostname()}, pid " in errors
     assert (
         "rank 3 failed: KeyError: 'the cause'" in other_errors
         and other_errors.count("Traceback") == 1

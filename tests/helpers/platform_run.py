@@ -230,6 +230,43 @@ def launch_watched(folder):
         assert texts == [f"rank {rank}\n" for rank in range(int(processes))], texts
 
 
+def meet(folder):
+    """The launchers of two machines meet in a store, with fixed ranks and in torch's rendezvous."""
+    import threading
+
+    from accelerate.launchers.elastic_agent import open_rendezvous
+    from accelerate.launchers.ports import get_free_port
+    from accelerate.launchers.shared_store import QUIET
+    from accelerate.launchers.spec import RENDEZVOUS_SETTINGS, LaunchSpec, Program
+    from accelerate.launchers.static import Machines, open_stores
+
+    os.environ.update(QUIET)
+    options = {"num_processes": 2, "num_machines": 2, "nnodes": "2", "rdzv_id": "run"}
+    settings = {name: str(value) for name, value in RENDEZVOUS_SETTINGS.items()}
+    fixed = get_free_port(), []
+    elastic = get_free_port(), []
+
+    def run(machine):
+        spec = LaunchSpec(Program("x.py"), machine_rank=machine, **options)
+        spec = spec._replace(main_process_port=fixed[0])
+        machines = Machines(spec, *open_stores(spec))
+        machines.meet(0)
+        machines.unfollow()
+        machines.close()
+        fixed[1].append(machine)
+        spec = spec._replace(main_process_port=elastic[0])
+        handler = open_rendezvous(spec, "127.0.0.1", settings)
+        elastic[1].append(handler.next_rendezvous().rank)
+        handler.shutdown()
+
+    threads = [threading.Thread(target=run, args=(machine,)) for machine in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(fixed[1]) == sorted(elastic[1]) == [0, 1], (fixed, elastic)
+
+
 def say_hello(folder):
     Path(folder, f"hello_{os.environ['RANK']}").touch()
 
@@ -244,6 +281,7 @@ def launch_functions(folder):
 PARTS = {
     "windows": (
         train_and_save, resume, read_with_workers, place, shard_alone, launch_functions, launch_watched, commands,
+        meet,
     ),
     "macos": (
         train_and_save, resume, read_with_workers, place, free_memory, launch_functions, launch_watched, commands,

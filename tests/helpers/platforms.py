@@ -225,6 +225,20 @@ class _SocketSelector(selectors.SelectSelector):
         return super().register(fileobj, events, data)
 
 
+def _without_libuv() -> None:
+    """Stores of a build of torch without libuv, where they are made in Python."""
+    import torch.distributed as dist
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
+
+    class Store(dist.TCPStore):
+        def __init__(self, *args, use_libuv=True, **options):
+            if use_libuv:
+                raise dist.DistStoreError("PyTorch was built without libuv support")
+            super().__init__(*args, use_libuv=False, **options)
+
+    dist.TCPStore = c10d_rendezvous_backend.TCPStore = Store
+
+
 def _import_first() -> None:
     """What keeps its own view of the system: it is imported before anything is hidden."""
     import asyncio
@@ -285,6 +299,7 @@ def simulate_windows() -> None:
     _windows_files()
     _hide(UNIX_MODULES, UNIX_OS, UNIX_SIGNAL)
     del dist.HashStore
+    _without_libuv()
     ctypes.util.find_library = lambda name: None
     selectors.DefaultSelector = _SocketSelector
     _spawn_only()

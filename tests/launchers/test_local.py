@@ -260,6 +260,7 @@ def test_twenty_launches_at_once(tmp_path):
     [
         (["--num_proceses", "2"], "did you mean --num_processes"),
         (["--num_processes", "0"], "is out of range: use 1"),
+        (["--num_processes", "-1"], "--num_processes=-1 is out of range"),
         (["--num_processes", "two"], "not an integer"),
         (["--mixed_precision", "bf61"], "did you mean bf16"),
         (["--cpu", "--multi_gpu"], "contradict"),

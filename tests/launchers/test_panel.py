@@ -16,8 +16,8 @@ import time
 
 import pytest
 
-from accelerate.launchers import progress
-from accelerate.launchers.progress import Progress
+from accelerate.launchers import panel
+from accelerate.launchers.panel import Progress
 from accelerate.launchers.spec import LaunchSpec, Program
 from accelerate.telemetry.status import EVALUATING, TRAINING, StatusFile, status_file
 
@@ -160,7 +160,7 @@ def test_figures(tmp_path, monkeypatch):
     files[0].write(0, 0, 100.0, 0, 0, 0, math.nan, math.nan, math.nan, math.nan)
     assert watched.read({}, {}) is None
     now = 1000.0
-    monkeypatch.setattr(progress.time, "time", lambda: now)
+    monkeypatch.setattr(panel.time, "time", lambda: now)
     for now in (1000.0, 1004.0):
         for file in files:
             step = 10 + round(now - 1000) * 5

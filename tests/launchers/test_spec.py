@@ -9,10 +9,9 @@ from accelerate.core.errors import ConfigurationError
 from accelerate.core.options import LAUNCHERS, options
 from accelerate.launchers import plan as planning
 from accelerate.launchers.base import Launcher
-from accelerate.launchers.plan import choose, launcher_class
+from accelerate.launchers.plan import choose, launcher_class, variables, without_effect
 from accelerate.launchers.slurm import SlurmLauncher
 from accelerate.launchers.spec import LaunchSpec, Program
-from accelerate.launchers.variables import variables, without_effect
 
 SCRIPT = Program(__file__, ("--lr", "1"))
 

@@ -8,9 +8,16 @@ from pathlib import Path
 import pytest
 
 from accelerate.core.errors import LOST_CONNECTION
-from accelerate.launchers import tracebacks
-from accelerate.launchers.failure import Failure, cause_of
-from accelerate.launchers.tracebacks import message_of, points_elsewhere
+from accelerate.launchers import failure
+from accelerate.launchers.failure import (
+    End,
+    Failure,
+    cause_of,
+    comparable,
+    first_failure,
+    message_of,
+    points_elsewhere,
+)
 from accelerate.runtime import communication
 
 GLOO = "[/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:23985. This is typically ..."
@@ -134,9 +141,9 @@ def test_a_logged_warning_is_no_lost_connection():
     ],
 )
 def test_the_first_failure(ends, cause):
-    found = tracebacks.first_failure(
+    found = first_failure(
         [
-            tracebacks.End(rank, code, at, printed(raised(error)) if error else "")
+            End(rank, code, at, printed(raised(error)) if error else "")
             for rank, code, at, error in ends
         ]
     )
@@ -145,17 +152,19 @@ def test_the_first_failure(ends, cause):
 
 def test_the_summary_has_the_whole_cause_and_one_line_for_the_others():
     others = {0: "stopped", 2: "lost", 3: "stopped", **dict.fromkeys(range(4, 8), "lost")}
-    failure = Failure(
-        1, 1, 77, -9, 137, f"RuntimeError: {LONG}", "h", 0.0, log="l.log", others=others
+    end = End(1, -9, 0.0, "", pid=77, host="h", log="l.log")
+    head, *cause, where, others = (
+        Failure(end, end, f"RuntimeError: {LONG}", others).summary().splitlines()
     )
-    head, *cause, where, others = failure.lines()
     assert "rank 1 failed: RuntimeError: Cannot apply" in head
     assert [line.removeprefix("    ") for line in cause] == LONG.splitlines()[1:]
     assert all(fact in where for fact in ("host h", "pid 77", "137", "l.log"))
     assert others.endswith("ranks 0, 3: stopped; ranks 2, 4-7: lost")
     # What the traceback above says is not repeated.
-    below = Failure(1, 1, 77, 1, 1, f"{LONG}\nRemark.", "h", 0.0, traceback=LONG)
-    assert [line.strip() for line in below.lines()[1:-1]] == ["Remark."]
+    end = End(1, 1, 0.0, f"before\n{failure.HEADER}\n{LONG}")
+    below = Failure(end, end, f"{LONG}\nRemark.", {}).summary().splitlines()
+    assert [line.strip() for line in below[1:-1]] == ["Remark."]
+    assert not end.traceback.startswith("before")
 
 
 # One message of a backend for each pattern of the table.
@@ -201,8 +210,8 @@ def test_a_rank_that_waits_is_not_blamed(pattern):
         error = raised(RuntimeError(message))
         assert communication.is_lost(error)
         assert points_elsewhere(printed(error), 1) and points_elsewhere(printed(error, 1), 1)
-        ends = [tracebacks.End(0, 1, 1.0, printed(error)), tracebacks.End(1, -9, 2.0, "")]
-        assert tracebacks.first_failure(ends).end.rank == 1
+        ends = [End(0, 1, 1.0, printed(error)), End(1, -9, 2.0, "")]
+        assert first_failure(ends).end.rank == 1
 
 
 def test_equal_tracebacks_of_ranks_are_recognized():
@@ -211,17 +220,17 @@ def test_equal_tracebacks_of_ranks_are_recognized():
         printed(raised(RuntimeError(f"GPU {rank} has 0x7f{rank}c of 79.{rank} GiB")), rank)
         for rank in (0, 1)
     ]
-    first, nothing = tracebacks.comparable(rank_texts[0], 0)
+    first, nothing = comparable(rank_texts[0], 0)
     assert first and nothing == ""
-    assert tracebacks.comparable(rank_texts[1] + "goes on\n", 1) == (first, "goes on\n")
+    assert comparable(rank_texts[1] + "goes on\n", 1) == (first, "goes on\n")
     other = printed(raised(RuntimeError("mine")), 1)
-    assert tracebacks.comparable(other, 1)[0] != first
-    assert tracebacks.comparable("no traceback\n", 1) == ("", "no traceback\n")
+    assert comparable(other, 1)[0] != first
+    assert comparable("no traceback\n", 1) == ("", "no traceback\n")
 
 
 def test_where_native_code_has_ended_a_process():
     """The stacks as faulthandler writes them: the thread of the error may be one of native code."""
-    package = Path(tracebacks.__file__).parents[1]
+    package = Path(failure.__file__).parents[1]
     stacks = f"""\
 what(): mismatch
 Fatal Python error: Aborted

@@ -20,9 +20,15 @@ from ..core.lazy import public_names
 from ..core.options import GROUPS, options
 from ..launchers.base import Launcher
 from ..launchers.local import is_entered
-from ..launchers.plan import choose, plan, shortage_of_cpus, summary
+from ..launchers.plan import (
+    choose,
+    leave_outer_run,
+    plan,
+    shortage_of_cpus,
+    summary,
+    without_effect,
+)
 from ..launchers.spec import LaunchSpec, Program
-from ..launchers.variables import leave_outer_run, without_effect
 from .parser import add_options, coloured_help, command_parser, has_colour, print_error
 
 DESCRIPTION = (
@@ -188,7 +194,8 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
         code = end.code
         raise
     finally:
-        misplaced = [word for word in spec.program.args if word.split("=")[0] in launch_flags()]
+        flags = set().union(*(option.spellings for option in options().values()))
+        misplaced = [word for word in spec.program.args if word.split("=")[0] in flags]
         if code == WRONG_ARGUMENTS and misplaced:
             messages.show(
                 f"{spec.program.name} got {', '.join(misplaced)}: options of the launch go before {spec.program.name}"
@@ -214,11 +221,6 @@ def show_misplaced(program: Program) -> None:
             f"{', '.join(misplaced)} goes to {program.name}, which does not mention it: an option of the launch comes "
             "before the script"
         )
-
-
-def launch_flags() -> set[str]:
-    """All spellings of the options of a launch."""
-    return set().union(*(option.spellings for option in options().values()))
 
 
 # The API has a function for each kind of launch. Here the arguments determine it.

@@ -8,7 +8,6 @@ import importlib.util
 from typing import Any
 
 from ..config.launch_settings import given
-from ..core.errors import LaunchError
 from ..core.option import Group
 from ..core.options import options
 from . import launch
@@ -54,16 +53,9 @@ def main(argv: list[str] | None = None) -> None:
 
 def test_command(args: argparse.Namespace) -> None:
     """Run the self-check with parsed arguments; its exit code is ours."""
+    spec = importlib.util.find_spec(SCRIPT)
+    assert spec is not None and spec.origin is not None
     words: list[str] = []
     for name, value in given(args).items():
         words += [options()[name].flag] + ([] if value is True else [str(value)])
-    launch.main([*words, _script()])
-
-
-def _script() -> str:
-    spec = importlib.util.find_spec(SCRIPT)
-    if spec is None or spec.origin is None:
-        raise LaunchError(
-            f"the self-check {SCRIPT} is missing from this installation: reinstall accelerate"
-        )
-    return spec.origin
+    launch.main([*words, spec.origin])

@@ -73,11 +73,18 @@ def fields_of(options: Any) -> None:
             raise ConfigurationError(f"{name}={value!r} must be a number")
 
 
+def value_or(value: Any, variable: str, default: Any = None) -> Any:
+    """The value; None takes the variable, else the default."""
+    if value is None:
+        value = env.value(variable)
+    if value is None:
+        return default
+    return value
+
+
 def truth_or(field: str, value: Any, variable: str, default: bool = False) -> bool:
     """A truth value; None takes the variable, else the default."""
-    if value is None:
-        return env.get_flag(variable, default)
-    return truth(field, value)
+    return truth(field, value_or(value, variable, default))
 
 
 def integer(field: str, value: Any, least: int = 1) -> int:

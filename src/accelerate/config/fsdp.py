@@ -80,9 +80,7 @@ class FullyShardedDataParallelPlugin:
         self.reshard_is_given: bool = (
             self.reshard_after_forward is not None or self.sharding_strategy is not None
         )
-        version = (
-            self.fsdp_version if self.fsdp_version is not None else env.get("FSDP_VERSION", "1")
-        )
+        version = checks.value_or(self.fsdp_version, "FSDP_VERSION", 1)
         self.fsdp_version = int(checks.word("fsdp_version", str(version), ("1", "2")))
         self._resolve_sharding()
         self._resolve_prefetch()
@@ -150,11 +148,7 @@ class FullyShardedDataParallelPlugin:
         self.sharding_strategy = None
 
     def _resolve_prefetch(self) -> None:
-        requested = (
-            self.backward_prefetch
-            if self.backward_prefetch is not None
-            else env.get("FSDP_BACKWARD_PREFETCH")
-        )
+        requested = checks.value_or(self.backward_prefetch, "FSDP_BACKWARD_PREFETCH")
         if isinstance(requested, str) and requested.upper() == "NO_PREFETCH":
             requested = None
         self.backward_prefetch = requested
@@ -178,15 +172,11 @@ class FullyShardedDataParallelPlugin:
             self.state_dict_type = state_dict_type
             self.state_dict_config = None
             self.optim_state_dict_config = None
-        if self.state_dict_type is None:
-            if self.fsdp_version == 1:
-                default = "FULL_STATE_DICT"
-            else:
-                default = "SHARDED_STATE_DICT"
-            self.state_dict_type = env.get("FSDP_STATE_DICT_TYPE", default)
-        kind = self.state_dict_type = _member(
-            StateDictType, self.state_dict_type, "state_dict_type"
-        )
+        default = "FULL_STATE_DICT"
+        if self.fsdp_version == 2:
+            default = "SHARDED_STATE_DICT"
+        requested = checks.value_or(self.state_dict_type, "FSDP_STATE_DICT_TYPE", default)
+        kind = self.state_dict_type = _member(StateDictType, requested, "state_dict_type")
         if self.fsdp_version == 2 and kind.name not in FSDP2_STATE_DICT_TYPE:
             raise ConfigurationError(
                 f"state_dict_type={kind.name}: FSDP2 has {' and '.join(FSDP2_STATE_DICT_TYPE)} "
@@ -208,9 +198,7 @@ class FullyShardedDataParallelPlugin:
             transformer_auto_wrap_policy,
         )
 
-        policy = self.auto_wrap_policy
-        if policy is None:
-            policy = env.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP")
+        policy = checks.value_or(self.auto_wrap_policy, "FSDP_AUTO_WRAP_POLICY", "NO_WRAP")
         if isinstance(policy, str):
             word = checks.word("auto_wrap_policy", policy, FSDP_AUTO_WRAP_POLICY)
             policy = None
@@ -241,8 +229,7 @@ class FullyShardedDataParallelPlugin:
             raise ConfigurationError(
                 "`activation_checkpointing_offload=True` requires `fsdp_version=2`."
             )
-        if self.ignored_modules is None:
-            self.ignored_modules = env.get("FSDP_IGNORED_MODULES")
+        self.ignored_modules = checks.value_or(self.ignored_modules, "FSDP_IGNORED_MODULES")
         if self.ignored_modules is not None and not isinstance(self.ignored_modules, str):
             # An iterator can be read once, and each model reads it.
             self.ignored_modules = flat_list(self.ignored_modules)

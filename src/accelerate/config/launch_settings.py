@@ -114,7 +114,7 @@ def _decide(option: Option, flags: Mapping[str, Any], file: LaunchFile | None) -
         value = option.convert(flags[option.name], where=option.flag)
         if value is None and option.kind == "count":
             raise ConfigurationError(
-                f"{option.flag}={brief(flags[option.name])} is out of range: use {option.accepted}, or all"
+                f"{option.flag}=-1 is out of range: use {option.accepted}, or all"
             )
         return Setting(value, f"flag {option.flag}")
     text = env.raw(option.variable) if option.variable else None
@@ -128,19 +128,13 @@ def _decide(option: Option, flags: Mapping[str, Any], file: LaunchFile | None) -
 
 def _imply_layout(values: dict[str, Setting]) -> None:
     """A size that is given by a flag switches the layout on."""
-    sizes = (
-        name for name in values if name.startswith("parallelism_config_") and name.endswith("_size")
-    )
-    size_option = next(
-        (
-            values[name]
-            for name in sizes
-            if _directness(values[name]) == 2 and values[name].value > 1
-        ),
-        None,
-    )
-    if size_option is not None and values["use_parallelism_config"].origin == DEFAULT:
-        values["use_parallelism_config"] = Setting(True, size_option.origin)
+    if values["use_parallelism_config"].origin != DEFAULT:
+        return
+    for name, setting in values.items():
+        is_size = name.startswith("parallelism_config_") and name.endswith("_size")
+        if is_size and _directness(setting) == 2 and setting.value > 1:
+            values["use_parallelism_config"] = Setting(True, setting.origin)
+            return
 
 
 def _imply_processes(values: dict[str, Setting]) -> None:

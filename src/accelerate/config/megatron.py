@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, NoReturn
 
-from ..core import env
 from ..core.errors import ConfigurationError
+from . import checks
 
 # Fields that the native layout takes over.
 _NATIVE = {
@@ -114,9 +114,8 @@ class MegatronLMPlugin:
 
     def __post_init__(self) -> None:
         for name, default in self._defaults().items():
-            if getattr(self, name) is None:
-                value = env.value(f"MEGATRON_LM_{name.upper()}")
-                setattr(self, name, default if value is None else value)
+            variable = f"MEGATRON_LM_{name.upper()}"
+            setattr(self, name, checks.value_or(getattr(self, name), variable, default))
 
     @classmethod
     def _defaults(cls) -> dict[str, Any]:

@@ -112,10 +112,10 @@ class TERecipeKwargs(_Recipe):
 
     def _read_variables(self) -> None:
         for name, (default, check) in _DELAYED_SCALING.items():
-            value = getattr(self, name)
-            if value is None:
-                value = env.value(f"ACCELERATE_FP8_{name.removeprefix('fp8_').upper()}")
-            setattr(self, name, check(name, default if value is None else value))
+            variable = f"ACCELERATE_FP8_{name.removeprefix('fp8_').upper()}"
+            setattr(
+                self, name, check(name, checks.value_or(getattr(self, name), variable, default))
+            )
         if self.override_linear_precision is None:
             forward, inputs, weights = (
                 env.get_flag(f"ACCELERATE_FP8_OVERRIDE_{name}")
@@ -131,9 +131,8 @@ class MSAMPRecipeKwargs(_Recipe):
     opt_level: str | None = None
 
     def __post_init__(self) -> None:
-        if self.opt_level is None:
-            self.opt_level = env.get("ACCELERATE_FP8_OPT_LEVEL", "O2")
-        self.opt_level = checks.word("opt_level", self.opt_level, ("O1", "O2"))
+        level = checks.value_or(self.opt_level, "ACCELERATE_FP8_OPT_LEVEL", "O2")
+        self.opt_level = checks.word("opt_level", level, ("O1", "O2"))
 
 
 @dataclass
@@ -148,14 +147,8 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
             FutureWarning,
         )
         default = "MSAMP" if is_available("msamp") else "TE"
-        if self.backend is None:
-            requested = env.get("ACCELERATE_FP8_BACKEND", default)
-        else:
-            requested = self.backend
-        if isinstance(requested, str):
-            self.backend = requested.upper()
-        else:
-            self.backend = requested
+        requested = checks.value_or(self.backend, "ACCELERATE_FP8_BACKEND", default)
+        self.backend = str(requested).upper()
         if self.backend not in ("MSAMP", "TE"):
             raise ConfigurationError(
                 f"backend={requested!r}: `backend` must be 'MSAMP' or 'TE' (TransformerEngine) for `FP8RecipeKwargs`."

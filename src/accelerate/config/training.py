@@ -46,8 +46,9 @@ class DataLoaderConfiguration:
 
     def __post_init__(self) -> None:
         checks.fields_of(self)
-        if self.device_placement is None:
-            self.device_placement = env.get("ACCELERATE_DEVICE_PLACEMENT")
+        self.device_placement = checks.value_or(
+            self.device_placement, "ACCELERATE_DEVICE_PLACEMENT"
+        )
         if self.device_placement is None:
             return
         self.device_placement = checks.word("device_placement", self.device_placement, ("lazy",))
@@ -327,9 +328,7 @@ class TorchDynamoPlugin(checks.KwargsHandler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        backend: Any = (
-            self.backend if self.backend is not None else env.get("ACCELERATE_DYNAMO_BACKEND", "no")
-        )
+        backend = checks.value_or(self.backend, "ACCELERATE_DYNAMO_BACKEND", "no")
         self.backend = checks.member(
             "backend", str(getattr(backend, "value", backend)).upper(), DynamoBackend
         )
@@ -350,14 +349,9 @@ class TorchDynamoPlugin(checks.KwargsHandler):
             "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
         )
         self.disable = checks.truth("disable", self.disable)
-        if self.dynamic is None:
-            dynamic = env.value("ACCELERATE_DYNAMO_USE_DYNAMIC")
-        else:
-            dynamic = self.dynamic
-        if dynamic is None:
-            self.dynamic = None
-        else:
-            self.dynamic = checks.truth("dynamic", dynamic)
+        self.dynamic = checks.value_or(self.dynamic, "ACCELERATE_DYNAMO_USE_DYNAMIC")
+        if self.dynamic is not None:
+            self.dynamic = checks.truth("dynamic", self.dynamic)
         if names_given and self.backend is DynamoBackend.NO:
             warn(
                 f"TorchDynamoPlugin: {', '.join(names_given)} has no effect with backend='no', which compiles "

@@ -126,6 +126,15 @@ def ranks_in_words(ranks: Iterable[int], noun: str = "rank") -> str:
     return f"{noun}{plural} {', '.join(words)}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things in words: `1 process`, `2 processes`, `3 machines`."""
+    if number == 1:
+        return f"1 {noun}"
+    if noun.endswith("s"):
+        noun += "e"
+    return f"{number} {noun}s"
+
+
 def by_text(values: Mapping[int, object]) -> list[tuple[str, str]]:
     """The ranks of each value, in words, and the value as text."""
     ranks: dict[str, list[int]] = {}

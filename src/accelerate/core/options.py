@@ -714,6 +714,7 @@ FOREIGN: tuple[Option, ...] = (
         for name in ("MIXED_PRECISION", "GLOO_SOCKET_IFNAME", "LOGLEVEL", "TORCH_CPP_LOG_LEVEL")
     ),
     _variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE"),
+    _variable("USE_LIBUV"),
     # Kubeflow Trainer sets them in the pods of a TrainJob
     *(_variable(f"KUBEFLOW_TRAINER_SERVER_{word}") for word in ("URL", "CA_CERT", "TOKEN")),
     # Trackers and cloud clients

@@ -216,6 +216,15 @@ def available_memory() -> int:
     return min(present)
 
 
+def uses_libuv() -> bool:
+    """Whether stores of torch run on libuv. As in torch's own rule, that is not the default on Windows.
+
+    Torch's builds for Windows may lack libuv, and its stores refuse to start then: pytorch/pytorch#139990.
+    """
+    default = "0" if sys.platform == "win32" else "1"
+    return env.get("USE_LIBUV", default) == "1"
+
+
 def find_program(name: str) -> str | None:
     """The path of a program on the PATH, else next to this interpreter, whose environment need not be activated."""
     return shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))

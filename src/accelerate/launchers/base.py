@@ -89,23 +89,16 @@ class Launcher:
         lines = []
         for process in self.processes():
             lines.append(f"# rank {process.rank} on {socket.gethostname()}")
-            lines += [
-                f"unset {name}" for name, text in sorted(process.variables.items()) if text is None
-            ]
-            lines += [
-                _assignment(name, text)
-                for name, text in sorted(process.variables.items())
-                if text is not None
-            ]
+            variables = sorted(process.variables.items())
+            lines += [f"unset {name}" for name, text in variables if text is None]
+            for name, text in variables:
+                if name == "MASTER_PORT" and text == "0":
+                    lines.append("export MASTER_PORT=<a free port>")
+                elif text is not None:
+                    lines.append(f"export {name}={shlex.quote(text)}")
             lines.append(shlex.join(process.argv))
             lines.append("")
         return "\n".join(lines).rstrip()
-
-
-def _assignment(name: str, text: str) -> str:
-    if name == "MASTER_PORT" and text == "0":
-        return "export MASTER_PORT=<a free port>"
-    return f"export {name}={shlex.quote(text)}"
 
 
 @contextlib.contextmanager

@@ -9,9 +9,10 @@ from typing import Any
 from ..config.launch_settings import Settings, given, resolve_settings
 from ..core import env, system
 from ..core.errors import ConfigurationError
+from ..core.option import as_text
 from .deepspeed import python_path, starter_command
+from .plan import variables
 from .spec import Program
-from .variables import variables
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -47,10 +48,7 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
     settings = _settings(args)
     command = _command(args)
     environment = _environment(args, settings)
-    if settings["cpu"]:
-        environment["ACCELERATE_USE_CPU"] = "true"
-    else:
-        environment["ACCELERATE_USE_CPU"] = "false"
+    environment["ACCELERATE_USE_CPU"] = as_text(bool(settings["cpu"]))
     if settings["mpirun_hostfile"] is not None:
         from .mpi import mpirun_command
 

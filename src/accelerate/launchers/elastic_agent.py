@@ -22,23 +22,24 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
-    RendezvousConnectionError,
     RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousTimeoutError,
 )
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from ..core import messages
 from ..core.errors import LaunchError
-from ..core.objects import ranks_in_words
+from ..core.objects import counted, ranks_in_words
 from ..torch_internals.elastic_agent import ElasticAgent
 from ..torch_internals.rendezvous import machines
 from .base import Interrupted
 from .ports import Waiting, connect, interface_of, resolve_address
-from .shared_store import LOOK, News, SharedStore
+from .shared_store import LOOK, News, SharedStore, tcp_store
 from .spec import LaunchSpec, Place, ProcessSpec
 from .supervisor import Stop, Supervisor
 
@@ -127,8 +128,8 @@ class Group(SharedStore):
             # The machines that wait are those whose ranks have failed, which uses up a restart of each machine.
             return 0
         if news.waiting and not self.change:
-            plural = "s" * (news.waiting > 1)
-            self.change = f"{news.waiting} more machine{plural} to include: the group forms again"
+            machines_waiting = counted(news.waiting, "more machine")
+            self.change = f"{machines_waiting} to include: the group forms again"
         if self.change:
             return max(1, news.waiting)
         return news.waiting
@@ -237,10 +238,9 @@ class Agent(ElasticAgent):
         processes = _processes(self.launch, workers, self.restarts)
         if self.group.max_machines > 1:
             count = workers.group_world_size or 1
-            plural = "s" * (count > 1)
             ranks = ranks_in_words([process.rank for process in processes])
             messages.show(
-                f"{count} machine{plural} in the group, here {ranks} of {workers.workers[0].world_size}"
+                f"{counted(count, 'machine')} in the group, here {ranks} of {workers.workers[0].world_size}"
             )
         self._has_finished = False
         self.ranks = Supervisor(self.launch, self.group)
@@ -298,9 +298,14 @@ def _processes(launch: LaunchSpec, group: WorkerGroup, restarts: int) -> list[Pr
     local, processes = len(group.workers), []
     for worker in group.workers:
         position = Place(
-            worker.global_rank, worker.local_rank, local, group.group_rank, group.group_world_size,
-            group.master_addr, group.master_port,
-        )  # fmt: skip
+            worker.global_rank,
+            worker.local_rank,
+            local,
+            group.group_rank,
+            group.group_world_size,
+            group.master_addr,
+            group.master_port,
+        )
         variables = launch._replace(num_processes=worker.world_size).variables_at(
             position, restarts
         )
@@ -340,43 +345,44 @@ def open_rendezvous(spec: LaunchSpec, address: str, settings: dict[str, str]) ->
     """
     least, _, most = spec.nnodes.partition(":")
     endpoint = f"{spec.main_process_ip}:{spec.main_process_port}"
-    if spec.rdzv_backend == "static":
+    backend = spec.rdzv_backend
+    if backend == "static":
         backend = "c10d"
-    else:
-        backend = spec.rdzv_backend
-
-    def create(**more: str) -> RendezvousHandler:
-        parameters = {**settings, **more}
-        return get_rendezvous_handler(
-            RendezvousParameters(
-                backend,
-                endpoint,
-                spec.rdzv_id,
-                int(least),
-                int(most or least),
-                local_addr=address,
-                **parameters,
-            )
-        )
-
+    parameters = RendezvousParameters(
+        backend,
+        endpoint,
+        spec.rdzv_id,
+        int(least),
+        int(most or least),
+        local_addr=address,
+        **settings,
+    )
     try:
-        if backend != "c10d" or settings.get("is_host"):
-            return create()
-        main = resolve_address(spec.main_process_ip)
-        if interface_of(main) is not None and not (
-            spec.machine_rank and main in ("127.0.0.1", "::1")
-        ):
-            # Another launch of this machine may host it already.
-            with contextlib.suppress(RendezvousConnectionError):
-                return create(is_host="true")
-        connect(
-            spec.main_process_ip, spec.main_process_port, float(settings["join_timeout"])
-        ).close()
-        return create(is_host="false")
-    except (RendezvousError, ImportError, ValueError) as error:
+        if backend != "c10d":
+            return get_rendezvous_handler(parameters)
+        store = _open_store(spec, parameters)
+        return create_handler(store, C10dRendezvousBackend(store, spec.rdzv_id), parameters)
+    except (RendezvousError, DistError, ImportError, ValueError) as error:
         raise LaunchError(
             f"the rendezvous at {endpoint} (--rdzv_backend {backend}) cannot be used: {error.__cause__ or error}"
         ) from error
+
+
+def _open_store(spec: LaunchSpec, parameters: RendezvousParameters) -> Store:
+    """The store of c10d's rendezvous, hosted here where this machine is the one to meet at."""
+    host, port = spec.main_process_ip, spec.main_process_port
+    timeout = float(parameters.get("read_timeout"))
+    is_host = parameters.get_as_bool("is_host")
+    if is_host is not None:
+        return tcp_store(host, port, is_host, timeout)
+    main = resolve_address(host)
+    is_local = main in ("127.0.0.1", "::1")
+    if interface_of(main) is not None and not (spec.machine_rank and is_local):
+        # Another launch of this machine may host it already.
+        with contextlib.suppress(DistError):
+            return tcp_store(host, port, True, timeout)
+    connect(host, port, float(parameters.get("join_timeout"))).close()
+    return tcp_store(host, port, False, timeout)
 
 
 def run_agent(spec: LaunchSpec, address: str, settings: dict[str, str]) -> int:

@@ -21,9 +21,8 @@ from typing import Any, TextIO
 
 from ..core import env
 from ..core.errors import LaunchError
-from .failure import cause_of, early_cause
+from .failure import End, first_failure
 from .process import die_with
-from .tracebacks import Cause, End, first_failure
 
 # Seconds between SIGTERM and SIGKILL.
 STOP_TIMEOUT = 4.0
@@ -35,7 +34,7 @@ def run_functions(
     function: Callable[..., Any],
     args: Sequence[Any],
     variables: Sequence[Mapping[str, str | None]],
-    marks: Sequence[str] = (),
+    marks: Sequence[str],
     return_values: bool = False,
 ) -> list[Any]:
     """Call `function(*args)` in one forked process for each set of variables, and wait for all.
@@ -60,9 +59,8 @@ def run_functions(
     started: list[tuple[BaseProcess, Connection]] = []
     parent = os.getpid()
     try:
-        for index, rank_variables in enumerate(variables):
+        for rank_variables, mark in zip(variables, marks, strict=True):
             ours, theirs = context.Pipe(duplex=False)
-            mark = marks[index] if marks else ""
             child = context.Process(
                 target=_child,
                 args=(function, args, rank_variables, theirs, parent, mark, return_values),
@@ -215,32 +213,27 @@ def _join(started: Sequence[tuple[BaseProcess, Connection]], return_values: bool
                     values[rank] = pickle.loads(message)
                 else:
                     errors[rank] = message
-        ends = [
-            End(rank, process.exitcode, *errors.get(rank, (math.inf, "")))
-            for rank, (process, _) in enumerate(started)
-            if process.exitcode is not None
-        ]
-        cause = first_failure(ends)
-        if cause is not None:
+        ends = []
+        for rank, (process, _) in enumerate(started):
+            failed_at, output = errors.get(rank, (math.inf, ""))
+            end = End(
+                rank,
+                process.exitcode or 0,
+                failed_at,
+                output,
+                pid=process.pid or 0,
+                host=socket.gethostname(),
+                by_itself=process.exitcode is not None,
+            )
+            ends.append(end)
+        failure = first_failure(ends)
+        if failure is not None:
             # The process that failed first may end after others that lost the connection to it.
             deadline = min(deadline, time.monotonic() + CAUSE_TIMEOUT)
-            if not cause.end.points_elsewhere or not running or time.monotonic() > deadline:
-                raise _error(cause, started)
+            is_over = not running or time.monotonic() > deadline
+            if is_over or not failure.source.points_elsewhere:
+                output = failure.source.output
+                raise LaunchError(f"{failure.report(output)}\n\n{output}".rstrip())
     if return_values:
         return [values[rank] for rank in sorted(values)]
     return []
-
-
-def _error(cause: Cause, started: Sequence[tuple[BaseProcess, Connection]]) -> LaunchError:
-    rank, code, _, output = cause.end
-    if code == 0:
-        output = cause.source.output
-        text = early_cause(
-            [other for other, (process, _) in enumerate(started) if process.exitcode != 0]
-        )
-    else:
-        text = cause_of(code, output, rank)
-    message = (
-        f"rank {rank} failed: {text} (host {socket.gethostname()}, pid {started[rank][0].pid})"
-    )
-    return LaunchError(f"{message}\n\n{output}" if output else message)

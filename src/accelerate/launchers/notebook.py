@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import string
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +17,13 @@ from ..core import env, messages, system
 from ..core.availability import is_torch_xla_available
 from ..core.enums import PrecisionType
 from ..core.errors import ConfigurationError, LaunchError
-from .functions import run_functions
+from ..core.objects import counted
+from .functions import finish_forked, forget_parent, run_functions
 from .plan import shortage_of_cpus
 from .ports import ReservedPort, is_port_in_use
-from .spec import LaunchSpec, Program
+from .process import die_with
+from .shared_store import QUIET
+from .spec import RENDEZVOUS_SETTINGS, LaunchSpec, Program
 
 DEFAULT_PORT = "29500"
 
@@ -105,7 +111,12 @@ def notebook_launcher(
         >>> from accelerate import notebook_launcher
         >>> notebook_launcher(train, args=(3,), num_processes=2)
     """
-    published = {"ACCELERATE_MIXED_PRECISION": _checked_precision(mixed_precision)}
+    precision = str(mixed_precision).lower()
+    if precision not in PrecisionType.list():
+        raise ConfigurationError(
+            f"mixed_precision={mixed_precision!r} is unknown: choose one of {', '.join(PrecisionType.list())}"
+        )
+    published = {"ACCELERATE_MIXED_PRECISION": precision}
     elastic = bool(max_restarts or rdzv_backend != "static" or rdzv_endpoint)
     on_tpu = is_torch_xla_available(check_is_tpu=True)
     if return_values and (elastic or on_tpu):
@@ -114,17 +125,26 @@ def notebook_launcher(
             "return no values; have the function write them to files"
         )
     if on_tpu:
-        _run_on_tpu(function, args, published)
+        import torch_xla
+
+        # It starts a process for each core.
+        env.publish(published)
+        torch_xla.launch(PrepareForLaunch(function, "XLA"), args=tuple(args), start_method="fork")
         return None
     device, count = _device_and_count(num_processes, num_nodes, node_rank)
     if count == 1 and num_nodes == 1:
-        value = _run_here(function, args, device, published)
+        messages.show(f"1 process on {device}")
+        if device == "mps":
+            # Operations that the Apple GPU lacks run on the CPU instead of failing.
+            published["PYTORCH_ENABLE_MPS_FALLBACK"] = "1"
+        with env.patch_environment(**published):
+            value = function(*args)
         if return_values:
             return [value]
         return None
     _check_untouched(device)
     _check_capacity(count)
-    messages.show(f"{count} process{'es' * (count > 1)} on {device}")
+    messages.show(f"{counted(count, 'process')} on {device}")
     spec = LaunchSpec(
         program=Program(getattr(function, "__name__", "function"), kind="program"),
         num_processes=count * num_nodes,
@@ -135,15 +155,20 @@ def notebook_launcher(
         variables={**published, "FORK_LAUNCHED": "1"},
     )
     if elastic:
-        from .torch_agent import run_function_elastic
-
         if not rdzv_endpoint and num_nodes > 1:
             rdzv_endpoint = f"{master_addr}:{use_port}"
-        run_function_elastic(
-            function, args, spec,
-            endpoint=rdzv_endpoint, backend=rdzv_backend, conf=rdzv_conf or {}, run_id=rdzv_id,
-            max_restarts=max_restarts, monitor_interval=monitor_interval, prefix=log_line_prefix_template,
-        )  # fmt: skip
+        _run_elastic(
+            function,
+            args,
+            spec,
+            endpoint=rdzv_endpoint,
+            backend=rdzv_backend,
+            conf=rdzv_conf or {},
+            run_id=rdzv_id,
+            max_restarts=max_restarts,
+            monitor_interval=monitor_interval,
+            prefix=log_line_prefix_template,
+        )
         return None
     with _port_of_rank_0(spec, use_port) as port:
         variables = [spec.process(index, port).variables for index in range(count)]
@@ -158,23 +183,70 @@ def notebook_launcher(
     return None
 
 
-def _checked_precision(mixed_precision: str) -> str:
-    precision = str(mixed_precision).lower()
-    if precision not in PrecisionType.list():
-        raise ConfigurationError(
-            f"mixed_precision={mixed_precision!r} is unknown: choose one of {', '.join(PrecisionType.list())}"
-        )
-    return precision
-
-
-def _run_on_tpu(
-    function: Callable[..., Any], args: Sequence[Any], variables: dict[str, str]
+def _run_elastic(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    spec: LaunchSpec,
+    endpoint: str,
+    backend: str,
+    conf: Mapping[str, Any],
+    run_id: str,
+    max_restarts: int,
+    monitor_interval: float,
+    prefix: str | None,
 ) -> None:
-    """Run the function in one process for each core, started by torch_xla itself."""
-    import torch_xla
+    """Run a function in processes that torch's own elastic agent forks and restarts. LaunchError where it fails."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    env.publish(variables)
-    torch_xla.launch(PrepareForLaunch(function, "XLA"), args=tuple(args), start_method="fork")
+    # A node that dies is left behind in seconds: torch's own defaults take most of a minute.
+    settings = {**{key: str(value) for key, value in RENDEZVOUS_SETTINGS.items()}, **conf}
+    if not endpoint:
+        endpoint, settings = "localhost:0", {"is_host": "true", **settings}
+    env.publish(
+        {
+            **spec.variables,
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": QUIET["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"],
+        }
+    )
+    parent = os.getpid()
+
+    @functools.wraps(function)  # torch names the processes after it
+    def member(*args: Any) -> Any:
+        # It dies with the notebook.
+        prepare = die_with(parent)
+        if prepare is not None:
+            prepare()
+        forget_parent()
+        try:
+            return function(*args)
+        finally:
+            finish_forked()
+
+    with tempfile.TemporaryDirectory(prefix="accelerate-elastic-") as folder:
+        config = LaunchConfig(
+            min_nodes=spec.num_machines,
+            max_nodes=spec.num_machines,
+            nproc_per_node=spec.local_processes,
+            run_id=run_id,
+            rdzv_endpoint=endpoint,
+            rdzv_backend="c10d" if backend == "static" else backend,
+            rdzv_configs=settings,
+            max_restarts=max_restarts,
+            monitor_interval=monitor_interval,
+            start_method="fork",
+            # torch keeps each rank's report of its error there.
+            logs_specs=DefaultLogsSpecs(log_dir=folder),
+            log_line_prefix_template=prefix,
+        )
+        try:
+            elastic_launch(config, member)(*args)
+        except ChildFailedError as error:
+            rank, first = error.get_first_failure()
+            raise LaunchError(
+                f"rank {rank} failed with exit code {first.exitcode}: {first.message}"
+            ) from None
 
 
 def _device_and_count(num_processes: int | None, num_nodes: int, node_rank: int) -> tuple[str, int]:
@@ -194,18 +266,6 @@ def _device_and_count(num_processes: int | None, num_nodes: int, node_rank: int)
             f"num_processes={count}: this machine has {present.number} {present.kind} devices"
         )
     return present.kind, count
-
-
-def _run_here(
-    function: Callable[..., Any], args: Sequence[Any], device: str, variables: dict[str, str]
-) -> Any:
-    """Call the function in this process, which is the only one of the run."""
-    messages.show(f"1 process on {device}")
-    if device == "mps":
-        # Operations that the Apple GPU lacks run on the CPU instead of failing.
-        variables["PYTORCH_ENABLE_MPS_FALLBACK"] = "1"
-    with env.patch_environment(**variables):
-        return function(*args)
 
 
 @contextlib.contextmanager
@@ -263,6 +323,7 @@ def debug_launcher(
             function,
             args,
             [spec.process(index, port.number).variables for index in range(num_processes)],
+            marks=[""] * num_processes,
         )
 
 

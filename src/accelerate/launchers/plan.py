@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the settings of a launch and what the machine has to a LaunchSpec, and to the launcher that it needs."""
+"""From the settings of a launch and what the machine has to a LaunchSpec with its variables, and to its launcher."""
 
 from __future__ import annotations
 
 import importlib
 import math
 import os
-from typing import Any
+from collections.abc import Iterable
 
 from ..config.launch_settings import Settings
-from ..core import system
+from ..core import env, system
 from ..core.errors import ConfigurationError
-from ..core.options import LAUNCHERS
+from ..core.objects import counted
+from ..core.option import ALWAYS, SET, as_text, parse_bool
+from ..core.options import LAUNCHERS, STRATEGY, TORCHRUN, options
 from .base import Launcher
-from .spec import LaunchSpec, Program
-from .variables import variables
+from .spec import FOREIGN, LaunchSpec, Program
 
 
 def plan(settings: Settings, program: Program, in_place: bool = False) -> LaunchSpec:
@@ -28,6 +29,14 @@ def plan(settings: Settings, program: Program, in_place: bool = False) -> Launch
     machines, nnodes = _machines(settings)
     processes = _processes(settings, count, machines)
     _check_sizes(settings, processes)
+    # The fields that are options of the same name; an option that is not given leaves the default.
+    names = set(LaunchSpec._fields) & set(settings) - {"num_processes", "num_machines", "nnodes"}
+    fields = {name: settings[name] for name in names if settings[name] is not None}
+    # These have a key in files and no option.
+    in_file = settings.file.data if settings.file else {}
+    if in_file.get("tpu_name"):
+        fields.setdefault("vm", [in_file["tpu_name"]])
+    fields["tpu_zone"] = in_file.get("tpu_zone")
     shared = variables(settings)
     if device != "cpu" and _gpu_ids(settings) and present.visible:
         shared[present.visible] = settings["gpu_ids"]
@@ -46,7 +55,7 @@ def plan(settings: Settings, program: Program, in_place: bool = False) -> Launch
         progress_requested=settings.chosen("progress_interval"),
         in_place=in_place,
         alone=processes == 1 and settings.origin("num_processes").startswith("flag"),
-        **_same_fields(settings),
+        **fields,
     )
     spec.check()
     config = None
@@ -63,21 +72,10 @@ def plan(settings: Settings, program: Program, in_place: bool = False) -> Launch
     if not remote and device != "cpu" and spec.local_processes > max(count, 1):
         raise ConfigurationError(
             f"{settings.shown('num_processes')} requests {spec.local_processes} processes on this machine, which has "
-            f"{count} {device} device{'s' if count != 1 else ''} to use: each process needs one. Request fewer, or "
+            f"{counted(count, f'{device} device')} to use: each process needs one. Request fewer, or "
             "give --cpu."
         )
     return spec
-
-
-def _same_fields(settings: Settings) -> dict[str, Any]:
-    """The fields of a LaunchSpec that are options of the same name; an option that is not given leaves the default."""
-    names = set(LaunchSpec._fields) & set(settings) - {"num_processes", "num_machines", "nnodes"}
-    fields = {name: settings[name] for name in names if settings[name] is not None}
-    # These have a key in files and no option.
-    in_file = settings.file.data if settings.file else {}
-    if in_file.get("tpu_name"):
-        fields.setdefault("vm", [in_file["tpu_name"]])
-    return {**fields, "tpu_zone": in_file.get("tpu_zone")}
 
 
 def _requested(settings: Settings) -> int | None:
@@ -210,11 +208,10 @@ _SUMMARIZED = (
 
 def summary(settings: Settings, spec: LaunchSpec) -> str:
     """The launch in one line: where it runs, and what was set. What the script itself decides is not known here."""
-    plural = "es" if spec.num_processes > 1 else ""
     device = spec.device
     if device == "auto":
         device = "what the cluster has"
-    words = [f"{spec.num_processes} process{plural} on {device}"]
+    words = [f"{counted(spec.num_processes, 'process')} on {device}"]
     if spec.num_machines > 1:
         words.append(f"machine {spec.machine_rank} of {spec.num_machines}")
     for name in _SUMMARIZED:
@@ -225,7 +222,7 @@ def summary(settings: Settings, spec: LaunchSpec) -> str:
                 text += f" {value}"
             words.append(text)
     if spec.threads is not None and spec.num_processes > 1:
-        words.append(f"{spec.threads} CPU thread{'s' if spec.threads > 1 else ''} each")
+        words.append(f"{counted(spec.threads, 'CPU thread')} each")
     line = ", ".join(words)
     if settings.file:
         line += f" ({settings.file.path}; `accelerate config show` shows each origin)"
@@ -235,8 +232,8 @@ def summary(settings: Settings, spec: LaunchSpec) -> str:
 def shortage_of_cpus(processes: int, threads: int | None) -> str | None:
     """The warning where processes or their threads share processors; None where they do not."""
     cpus = system.usable_cpu_count()
-    count = f"{processes} process{'es' if processes > 1 else ''}"
-    shared = f"{cpus} processor{'s' if cpus > 1 else ''}"
+    count = counted(processes, "process")
+    shared = counted(cpus, "processor")
     if processes > cpus:
         return f"{count} share {shared}: all of them run slower. --num_processes {cpus} uses the processors fully"
     if threads is not None and processes * threads > cpus:
@@ -288,3 +285,80 @@ def implied(spec: LaunchSpec, settings: Settings) -> str:
             return "static"
         return "deepspeed"
     return "static"
+
+
+def leave_outer_run() -> None:
+    """In a rank of another launch, remove the variables of its ranks and settings: this launch is another run."""
+    if env.get("LOCAL_RANK") is not None:
+        rows = [option for option in options().values() if option.is_published]
+        names = [*FOREIGN, "ACCELERATE_STATUS_DIR", "ACCELERATE_LAUNCH_TIME"]
+        env.publish(dict.fromkeys([*names, *(row.variable for row in (*rows, *TORCHRUN))]))
+
+
+def variables(settings: Settings) -> dict[str, str | None]:
+    """The variables that every process of a run gets, whatever starts it."""
+    published: dict[str, str | None] = {}
+    for option in options().values():
+        if not option.is_published or not settings.applies(option):
+            continue
+        value = settings[option.name]
+        if option.when == ALWAYS:
+            is_needed = True
+        elif option.when == SET:
+            is_needed = settings.chosen(option.name)
+        elif option.when:
+            is_needed = value is not None
+        else:
+            is_needed = value is not None and value is not False
+        if is_needed:
+            published[option.variable] = option.to_variable(value)
+    if settings["mixed_precision"] == "fp8":
+        published.update(_fp8_overrides(settings))
+    if settings["use_deepspeed"]:
+        # The DeepSpeed options that a configuration file sets: next to a DeepSpeed JSON file they are a conflict.
+        fields: Iterable[str] = ()
+        if settings.file:
+            fields = settings.file.data.get("deepspeed_config") or ()
+        published["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(fields)
+    return published
+
+
+def without_effect(launcher: type[Launcher], settings: Settings) -> list[str]:
+    """Lines for what was set and has no effect: the launcher does not use it, or a switch that it needs is off."""
+    unused = [
+        f"{name} ({settings.origin(name)})"
+        for name in launcher.unused
+        if settings.chosen(name) and settings[name] not in (None, options()[name].default, 0)
+    ]
+    lines = []
+    if unused:
+        lines.append(f"{', '.join(unused)}: no effect with the engine {launcher.name}")
+    if settings["cpu"] and settings.origin("gpu_ids").startswith("flag "):
+        lines.append(f"{settings.shown('gpu_ids')}: no effect with --cpu")
+    flags = [row for row in options().values() if settings.origin(row.name).startswith("flag ")]
+    for option in flags:
+        if option.engine and launcher.name not in option.engine.split(" or "):
+            lines.append(f"{option.flag}: no effect without --engine {option.engine}")
+    off = {option.name: option.flag for option in STRATEGY.options if not settings[option.name]}
+    if settings["mixed_precision"] != "fp8":
+        off["fp8"] = "--mixed_precision fp8"
+    for switch, wanted in off.items():
+        if switch == f"use_{launcher.name}":
+            continue
+        without_switch = [option.flag for option in flags if switch in option.when]
+        if without_switch:
+            lines.append(f"{', '.join(without_switch)}: no effect without {wanted}")
+    return lines
+
+
+def _fp8_overrides(settings: Settings) -> dict[str, str]:
+    text = str(settings["fp8_override_linear_precision"])
+    words = [part for part in text.strip("()[] ").replace(" ", "").split(",") if part]
+    where = settings.shown("fp8_override_linear_precision")
+    if len(words) != 3:
+        raise ConfigurationError(f"{where}: give three truth values, for fprop, dgrad and wgrad")
+    names = ("FPROP", "DGRAD", "WGRAD")
+    return {
+        f"ACCELERATE_FP8_OVERRIDE_{name}": as_text(parse_bool(part, where))
+        for name, part in zip(names, words, strict=True)
+    }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import shutil
 import signal
 import socket
@@ -17,8 +18,9 @@ from pathlib import Path
 from typing import Protocol
 
 from ..core import env
+from .failure import End
 from .spec import LaunchSpec, ProcessSpec
-from .streams import Stream
+from .streams import RANK_FAILED, Stream
 
 PR_SET_PDEATHSIG = 1
 # Signals that a starter sends on to what it has started.
@@ -83,21 +85,38 @@ class Rank:
         return self.spec.rank
 
     @property
-    def exit_code(self) -> int:
-        """The exit code; 1 for a rank that failed and was stopped while it cleaned up."""
-        if self.stopped and self.failed_at is not None:
-            return 1
-        return self.code or 0
-
-    @property
     def error(self) -> Stream:
         """The stream of standard error."""
         return self.streams[0]
 
     @property
-    def last_output(self) -> str:
-        """The last output on standard error, from the traceback on where there is one."""
-        return (self.error.last_traceback or self.error.tail).decode(errors="replace")
+    def end(self) -> End:
+        """How it has ended by now."""
+        code = self.code or 0
+        by_itself = self.code is not None and not self.stopped
+        if self.stopped and self.failed_at is not None:
+            # It failed before it was stopped while it cleaned up.
+            code = 1
+            by_itself = True
+        log = None
+        if self.log_folder:
+            log = str(self.log_folder / "stderr.log")
+        end = End(
+            self.rank,
+            code,
+            self.failed_at or self.ended_at or 0.0,
+            self.error.last_output,
+            shown=not self.error.is_delayed,
+            by_itself=by_itself,
+            local_rank=self.spec.local_rank,
+            pid=self.popen.pid,
+            host=self.host,
+            log=log,
+            starter=self.spec.starter,
+        )
+        if code and end.starter:
+            return _reported(end, self.error.rank_failure)
+        return end
 
     def _open_streams(self, spec: LaunchSpec) -> tuple[int, int]:
         """The descriptors the process writes to: standard output and standard error."""
@@ -125,14 +144,10 @@ class Rank:
             self.code = self.popen.poll()
             if self.code is not None:
                 self.ended_at = time.monotonic()
-                self._record_failure()
+            if self.code and not self.stopped:
+                self.drain()
+                self.failed_at = self.error.failing_since or self.ended_at
         return self.code is not None
-
-    def _record_failure(self) -> None:
-        """When it failed: the time of its traceback, else that of its end."""
-        if self.code and not self.stopped:
-            self.drain()
-            self.failed_at = self.error.failing_since or self.ended_at
 
     def drain(self) -> None:
         """Read the rest of an ended process's output, without waiting for children that keep the streams open."""
@@ -170,6 +185,18 @@ class Rank:
                 os.killpg(self.popen.pid, number)
             else:
                 os.kill(self.popen.pid, signal.SIGTERM)
+
+
+def _reported(starter: End, output: bytes) -> End:
+    """The end of the rank that failed first under a starter, from its report in the starter's output."""
+    report = re.search(RANK_FAILED, output)
+    if report is None:
+        return starter._replace(rank=-1)
+    # Later output comes from the starter and from ranks that it stopped. srun labels each line with its task.
+    text = output[: report.start()].decode(errors="replace")
+    rank = int(report[1])
+    labelled = re.findall(rf"^{rank}: .*", text, re.MULTILINE)
+    return starter._replace(rank=rank, code=int(report[2]), output="\n".join(labelled) or text)
 
 
 def _stdin(local_rank: int) -> int | None:

@@ -96,9 +96,15 @@ class RayWorker:
         def run() -> None:
             try:
                 self._popen = subprocess.Popen(
-                    program.argv(), cwd=where, env=env.child_environment(variables), stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0, preexec_fn=die_with(os.getpid()),
-                )  # fmt: skip
+                    program.argv(),
+                    cwd=where,
+                    env=env.child_environment(variables),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    process_group=0,
+                    preexec_fn=die_with(os.getpid()),
+                )
             except OSError as error:
                 problems.append(error)
             begun.set()

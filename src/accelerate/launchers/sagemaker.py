@@ -19,8 +19,8 @@ from ..core.errors import ConfigurationError, LaunchError
 from ..core.objects import masked
 from ..core.option import brief
 from ..core.options import AWS, options
+from .plan import variables
 from .spec import Program
-from .variables import variables
 
 DATA_PARALLEL = {"smdistributed": {"dataparallel": {"enabled": True}}}
 # Options that are published with Python's True and False, as the API does.

@@ -11,10 +11,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..core import env, messages
+from ..core import env, messages, system
 from ..core.errors import LaunchError
 from .base import Interrupted, handling
 from .ports import address_towards, interface_of
@@ -22,7 +23,7 @@ from .spec import LaunchSpec
 from .supervisor import OtherMachines, Stop
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store, TCPStore
 
 # Variables of the launcher's process alone: its ranks do not get them. The agent and the stores of torch log each
 # event; the launcher reports what that means. Each group of ranks has a store of its own: the store that torch's
@@ -35,6 +36,20 @@ QUIET = {
 # Seconds between two looks at the store.
 LOOK = 0.25
 FAILURE = "accelerate/failure"
+
+
+def tcp_store(host: str, port: int, is_master: bool, timeout: float) -> TCPStore:
+    """Open a store at a port, as its host (port 0: any free one) or to use that of another process."""
+    from torch.distributed import TCPStore
+
+    return TCPStore(
+        host,
+        port,
+        is_master=is_master,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        use_libuv=system.uses_libuv(),
+    )
 
 
 class News(NamedTuple):

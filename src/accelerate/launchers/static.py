@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import time
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..core import messages
@@ -22,7 +21,7 @@ from ..core.objects import ranks_in_words
 from ..core.version import __version__
 from .base import AGENT, Interrupted, Launcher
 from .ports import DEFAULT_PORT, ReservedPort, Waiting, connect, interface_of, resolve_address
-from .shared_store import LOOK, News, SharedStore, run_with_store
+from .shared_store import LOOK, News, SharedStore, run_with_store, tcp_store
 from .spec import LaunchSpec
 from .supervisor import Supervisor, supervise, with_restarts
 
@@ -58,19 +57,19 @@ def open_stores(spec: LaunchSpec) -> tuple[Store, Store | None]:
     Raises:
         LaunchError: machine 0 cannot be reached in time.
     """
-    from torch.distributed import DistError, TCPStore
+    from torch.distributed import DistError
 
-    timeout = timedelta(seconds=spec.join_timeout + REPLY)
+    timeout = spec.join_timeout + REPLY
     host, port = spec.main_process_ip, spec.main_process_port
     if spec.machine_rank:
         connect(host, port, spec.join_timeout).close()
     try:
         if spec.machine_rank:
-            meeting = TCPStore(host, port, None, False, timedelta(seconds=REPLY))
+            meeting = tcp_store(host, port, False, REPLY)
             run_port = int(meeting.get("accelerate/port"))
-            return TCPStore(host, run_port, None, False, timeout), None
-        store = TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
-        meeting = TCPStore("127.0.0.1", port, None, True, timeout, wait_for_workers=False)
+            return tcp_store(host, run_port, False, timeout), None
+        store = tcp_store("127.0.0.1", 0, True, timeout)
+        meeting = tcp_store("127.0.0.1", port, True, timeout)
     except (DistError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise LaunchError(

@@ -97,11 +97,10 @@ class Stream:
         self.prefix: bytes = (prefix or "").encode()
         self.log = log
         self.delay_tracebacks = delay_tracebacks
-        # A delayed traceback with what followed it.
-        self.delayed: bytes = b""
-        # The traceback that is the last output of the process, delayed or shown, and when it was written.
-        self.last_traceback: bytes = b""
-        self.failing_since: float | None = None
+        # A traceback and what followed it, whether it is delayed, and when it began.
+        self.failing_output: bytes = b""
+        self.is_delayed: bool = False
+        self._delayed_since = 0.0
         self.tail: bytes = b""
         # The last output when the first rank under a starter had reported its failure.
         self.rank_failure: bytes = b""
@@ -113,11 +112,32 @@ class Stream:
         self.at_line_start: bool = True
         # The rank's other stream on the same console.
         self.other: Stream | None = None
-        self._delayed_since = 0.0
         # When output came last.
         self._read_at = 0.0
         self._line = b""
         self._line_since = 0.0
+
+    @property
+    def failing_since(self) -> float | None:
+        """When the traceback was written that is the last output of the process, delayed or shown."""
+        if TRACEBACK in self.failing_output:
+            return self._delayed_since
+        return None
+
+    @property
+    def last_output(self) -> str:
+        """The last output, from the traceback on where there is one."""
+        text = self.tail
+        if self.failing_since is not None:
+            text = self.failing_output
+        return text.decode(errors="replace")
+
+    @property
+    def delayed(self) -> str:
+        """The delayed traceback with what followed it."""
+        if self.is_delayed:
+            return self.failing_output.decode(errors="surrogateescape")
+        return ""
 
     def read(self) -> None:
         """Read what is available. At the end of the stream `open` becomes False."""
@@ -143,54 +163,52 @@ class Stream:
         self.tail = (self.tail + data)[-TAIL:]
         if _REPORT in self.tail and not self.rank_failure and re.search(RANK_FAILED, self.tail):
             self.rank_failure = self.tail
-        if not self.delay_tracebacks:
-            self._emit(data)
-        elif self.delayed:
-            self._extend_delayed(data)
+        if self.is_delayed:
+            self.failing_output += data
+        elif self.delay_tracebacks:
+            self._emit(self._delay_traceback(data))
         else:
-            self._look_for_traceback(data)
+            self._emit(data)
 
-    def _look_for_traceback(self, data: bytes) -> None:
-        self.failing_since, self.last_traceback = None, b""
+    def _delay_traceback(self, data: bytes) -> bytes:
+        """Delay what comes from a traceback on. Returns what comes before it."""
         # The incomplete line may contain the beginning of the header.
         data, self._line = self._line + data, b""
         header = re.search(_DELAYED, data)
+        self.failing_output = b""
         if header is None:
-            self._emit(data)
-            return
+            return data
         start = data.rfind(b"\n", 0, header.start()) + 1
-        self._emit(data[:start])
+        self.is_delayed = True
         self._delayed_since = time.monotonic()
-        self._extend_delayed(data[start:])
-
-    def _extend_delayed(self, data: bytes) -> None:
-        self.delayed += data
-        if TRACEBACK in self.delayed:
-            self.failing_since, self.last_traceback = self._delayed_since, self.delayed
+        self.failing_output = data[start:]
+        return data[:start]
 
     @property
     def pending(self) -> bool:
         """Whether there is output that is not shown yet."""
-        return bool(self.delayed or self._line)
+        return self.is_delayed or bool(self._line)
 
     def is_expired(self, is_caused_elsewhere: bool) -> bool:
         """Whether a traceback was delayed for long enough, or the process has printed more for a while."""
-        now = time.monotonic()
+        delay = DELAY
         if is_caused_elsewhere:
-            return now - self._delayed_since > DELAY_LOST
-        if self._read_at - self._delayed_since > DELAY_WHILE_PRINTING:
-            return True
-        return now - self._delayed_since > DELAY
+            delay = DELAY_LOST
+        elif self._read_at - self._delayed_since > DELAY_WHILE_PRINTING:
+            delay = DELAY_WHILE_PRINTING
+        return time.monotonic() - self._delayed_since > delay
 
     def flush(self) -> None:
         """Show all pending output."""
-        self._emit(self.take_delayed())
+        if self.is_delayed:
+            self.is_delayed = False
+            self._emit(self.failing_output)
         self.flush_line()
 
-    def take_delayed(self) -> bytes:
-        """Return the delayed traceback, which will not be shown."""
-        data, self.delayed = self.delayed, b""
-        return data
+    def drop_delayed(self, after: str = "") -> None:
+        """Do not show the delayed traceback, but the output `after` it."""
+        self.is_delayed = False
+        self._emit(after.encode(errors="surrogateescape"))
 
     def close(self) -> None:
         """Close the source and the log file."""
@@ -227,11 +245,6 @@ class Stream:
         """Show an incomplete line that has waited for its end."""
         if time.monotonic() - self._line_since > LINE_WAIT:
             self.flush_line()
-
-    def drop_delayed(self, after: str) -> None:
-        """Show only the output `after` a delayed traceback."""
-        self.delayed = b""
-        self._emit(after.encode(errors="surrogateescape"))
 
     def _write(self, data: bytes) -> None:
         if not data:

@@ -20,13 +20,18 @@ from typing import TYPE_CHECKING
 from ..core import env, messages
 from ..core.objects import ranks_in_words
 from ..core.system import handles_signal, is_stopped
-from . import failure as failures
-from . import tracebacks
-from .failure import Failure
+from .base import handling
+from .failure import (
+    Failure,
+    comparable,
+    first_failure,
+    is_lost_connection,
+    oom_kills,
+    points_elsewhere,
+)
 from .process import FORWARDED, Rank, guarded
 from .spec import LaunchSpec, ProcessSpec
 from .streams import LINE_WAIT, Stream, write_all
-from .tracebacks import Cause
 
 if TYPE_CHECKING:
     from .panel import Display
@@ -47,13 +52,13 @@ Stop = Callable[[str, int, bool], None]
 
 
 class OtherMachines:
-    """The other machines of a run, as the supervisor of this machine's ranks sees them. The base knows none.
+    """The other machines of a run, as the supervisor of this machine's ranks sees them. The base has none.
 
     `cause_timeout`: seconds in which another machine may turn out to be the cause of a failure here. `interval`: the
     most seconds between two calls of `tick`.
     """
 
-    cause_timeout: float = 5.0
+    cause_timeout: float = 0.0
     interval: float = 1.0
 
     def tick(self, stop: Stop) -> None:
@@ -75,7 +80,7 @@ class Supervisor:
 
     def __init__(self, spec: LaunchSpec, link: OtherMachines | None = None) -> None:
         self.spec = spec
-        self.link = link
+        self.link: OtherMachines = link or OtherMachines()
         self.ranks: list[Rank] = []
         self.failure: Failure | None = None
         self.code: int = 0
@@ -89,20 +94,16 @@ class Supervisor:
         self.interrupted: int | None = None
         self._stopped_by: tuple[str, int] | None = None
         self._reported = False
-        # When the remaining ranks are stopped after a failure, and how many had ended when that was decided.
-        self._stop_at: float | None = None
+        # Until when the cause of a failure may turn out to be another one: then the other ranks are stopped. How many
+        # had ended when that was decided.
+        self._stop_at = math.inf
         self._ended_count = 0
-        self._kill_at: float | None = None
-        # Until when another machine may report the cause of a failure of all ranks here.
-        self._cause_deadline: float | None = None
-        self._oom_kills = failures.oom_kills()
-        # When the states of the processes were looked at, and the ranks that a signal had stopped by then, once or
-        # for longer.
+        self._kill_at = math.inf
+        self._oom_kills = oom_kills()
+        # When the states of the processes were looked at, and at how many looks in a row each was stopped by a signal.
         self._looked = 0.0
-        self._paused: set[int] = set()
-        self._named: set[int] = set()
-        # Where the ranks publish their states, and what shows them.
-        self._status_folder: str | None = None
+        self._paused: dict[Rank, int] = {}
+        # What shows the states that the ranks publish.
         self._display: Display | None = None
 
     def run(self, processes: Sequence[ProcessSpec]) -> int:
@@ -123,17 +124,10 @@ class Supervisor:
         """Whether a rank runs, or all have failed because of another machine that has not reported yet."""
         if not all(rank.poll() for rank in self.ranks):
             return True
-        first = failures.find_first(self.ranks)
-        if (
-            self.link is None
-            or first is None
-            or self._stopped_by
-            or not first.source.points_elsewhere
-        ):
+        if not self.link.cause_timeout or self._kill_at < math.inf:
             return False
-        if self._cause_deadline is None:
-            self._cause_deadline = time.monotonic() + self.link.cause_timeout
-        return time.monotonic() < self._cause_deadline
+        failure = self._first_failure()
+        return failure is not None and failure.source.points_elsewhere
 
     def step(self, most: float = 1.0) -> None:
         """Wait up to `most` seconds for output, the end of a process or a signal, and act on it."""
@@ -179,13 +173,13 @@ class Supervisor:
             # Time and process id of the launcher, so that runs never mix.
             run_name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
             folder = Path(self.spec.log_dir).expanduser() / run_name
-        shows_progress = self.spec.progress_interval > 0 and not self.spec.quiet
+        status_folder = None
         added: dict[str, str | None] = {}
-        if shows_progress:
+        if self.spec.progress_interval > 0 and not self.spec.quiet:
             from ..telemetry.status import new_folder
 
-            self._status_folder = new_folder()
-            added["ACCELERATE_STATUS_DIR"] = self._status_folder
+            status_folder = new_folder()
+            added["ACCELERATE_STATUS_DIR"] = status_folder
             added["ACCELERATE_LAUNCH_TIME"] = _STARTED
         for process in processes:
             process = process._replace(variables={**process.variables, **added})
@@ -195,31 +189,28 @@ class Supervisor:
                 if sys.platform != "win32":
                     self._selector.register(stream.source, selectors.EVENT_READ, stream.read)
         self._contexts.enter_context(guarded(self.ranks))
-        if self._status_folder is not None:
+        if status_folder is not None:
+            self._contexts.callback(shutil.rmtree, status_folder, ignore_errors=True)
             # Imported while the ranks start.
             from .panel import Display
 
             terminal = os.isatty(2) and env.get("TERM") not in (None, "dumb")
-            self._display = Display(self.spec, Path(self._status_folder), terminal)
+            self._display = Display(self.spec, Path(status_folder), terminal)
             for stream in self._streams():
                 stream.show = self._display.write
 
     def _wait(self, most: float) -> None:
         """Wait for output, the end of a process, a signal, or the next deadline."""
-        timeout = most
+        timeout = min(most, self.link.interval)
         if threading.current_thread() is not threading.main_thread():
             # An ended process wakes the selector through SIGCHLD, which only the main thread gets.
             timeout = 0.05
-        if self.link is not None:
-            timeout = min(timeout, self.link.interval)
         if any(stream.pending for stream in self._streams()):
             timeout = min(timeout, LINE_WAIT)
         if self._display is not None:
             timeout = min(timeout, self._display.wait)
         now = time.monotonic()
-        for deadline in (self._stop_at, self._kill_at, self._cause_deadline):
-            if deadline is not None:
-                timeout = min(timeout, max(0.0, deadline - now))
+        timeout = max(0.0, min(timeout, self._stop_at - now, self._kill_at - now))
         open_streams = [stream for stream in self._streams() if stream.open]
         if sys.platform != "win32":
             for key, _ in self._selector.select(timeout):
@@ -243,22 +234,18 @@ class Supervisor:
 
         The same one of other ranks is not shown again. One that points to another rank waits for that rank's.
         """
-        stream = rank.error
-        if not stream.delayed:
+        text = rank.error.delayed
+        if not text or not rank.error.is_expired(points_elsewhere(text, rank.rank)):
             return
-        text = stream.delayed.decode(errors="surrogateescape")
-        if not stream.is_expired(tracebacks.points_elsewhere(text, rank.rank)):
-            return
-        shown, _ = tracebacks.comparable(text, rank.rank)
+        shown, _ = comparable(text, rank.rank)
         source = self._shown.setdefault(shown, rank.rank)
         if not shown or source == rank.rank:
-            stream.flush()
+            rank.error.flush()
         if not shown:
             return
         repeated = []
         for other in self.ranks:
-            text = other.error.delayed.decode(errors="surrogateescape")
-            traceback, after = tracebacks.comparable(text, other.rank)
+            traceback, after = comparable(other.error.delayed, other.rank)
             if traceback == shown:
                 other.error.drop_delayed(after)
                 repeated.append(other.rank)
@@ -276,22 +263,26 @@ class Supervisor:
     def _act(self) -> None:
         while self._signals:
             self._handle_signal(self._signals.pop(0))
-        if self.link is not None:
-            self.link.tick(self._stop_for_others)
+        self.link.tick(self._stop_for_others)
         if self._display is not None:
             self._show_progress(self._display)
         now = time.monotonic()
         self._look_for_paused(now)
         ended = [rank for rank in self.ranks if rank.poll()]
-        has_failed = any(rank.code for rank in ended)
-        if has_failed and self._kill_at is None and len(ended) != self._ended_count:
+        is_stopping = self._kill_at < math.inf
+        if not is_stopping and len(ended) != self._ended_count:
             # Each further end may show the cause, which makes the wait shorter, never longer.
             self._ended_count = len(ended)
-            self._stop_at = min(self._stop_at or math.inf, now + self._grace_period())
-        if self._stop_at is not None and now >= self._stop_at and self._kill_at is None:
-            self._report_failure()
+            failure = self._first_failure()
+            if failure is not None:
+                grace = GRACE
+                if failure.source.points_elsewhere:
+                    grace = max(GRACE_LOST, self.link.cause_timeout)
+                self._stop_at = min(self._stop_at, now + grace)
+        if now >= self._stop_at:
+            self._report_failure(self._first_failure())
             self._stop(signal.SIGTERM)
-        if self._kill_at is not None and now >= self._kill_at:
+        if now >= self._kill_at:
             self._kill_all()
 
     def _look_for_paused(self, now: float) -> None:
@@ -299,21 +290,18 @@ class Supervisor:
         if now - self._looked < PAUSE or len(self.ranks) == 1:
             return
         self._looked = now
-        paused = set()
         for rank in self.ranks:
             if rank.code is not None or not rank.is_child or not is_stopped(rank.popen.pid):
+                self._paused[rank] = 0
                 continue
-            paused.add(rank.rank)
-            if rank.rank in self._paused - self._named:
-                self._named.add(rank.rank)
+            self._paused[rank] = self._paused.get(rank, 0) + 1
+            if self._paused[rank] == 2:
                 pid = rank.popen.pid
                 text = (
                     f"accelerate: rank {rank.rank} (pid {pid}) was stopped by a signal, and the others wait for it: "
                     f"`kill -CONT {pid}` lets it continue"
                 )
                 self._print([text])
-        self._named &= paused
-        self._paused = paused
 
     def _show_progress(self, display: Display) -> None:
         pids = {}
@@ -329,26 +317,18 @@ class Supervisor:
         if text is not None:
             self._print([text])
 
-    def _grace_period(self) -> float:
-        """Seconds to wait before the other ranks are stopped."""
-        first = failures.find_first(self.ranks)
-        if first is None or first.end.code == 0 or not first.source.points_elsewhere:
-            return GRACE
-        if self.link is None:
-            return GRACE_LOST
-        return self.link.cause_timeout
+    def _first_failure(self) -> Failure | None:
+        return first_failure([rank.end for rank in self.ranks], self._oom_kills)
 
-    def _report_failure(self) -> None:
+    def _report_failure(self, failure: Failure | None) -> None:
         """Report the first failure to the other machines, once."""
-        if self.link is None or self._stopped_by is not None or self._reported:
+        if failure is None or self._stopped_by is not None or self._reported:
             return
-        first = failures.find_first(self.ranks)
-        if first is not None:
-            self._reported = True
-            code = failures.exit_code(first.end.code) or 1
-            self.link.failed(failures.report(self.ranks, first), code)
+        self._reported = True
+        self.link.failed(failure.report(), failure.exit_code)
 
     def _stop(self, number: int) -> None:
+        self._stop_at = math.inf
         self._kill_at = time.monotonic() + self.spec.stop_timeout
         for rank in self.ranks:
             rank.signal(number)
@@ -388,7 +368,7 @@ class Supervisor:
         self.final = self.final or final
         if self._stopped_by is None:
             self._stopped_by = (reason, code)
-        if self._kill_at is None:
+        if self._kill_at == math.inf:
             self._stop(signal.SIGTERM)
 
     def _clean_up(self) -> None:
@@ -400,27 +380,24 @@ class Supervisor:
             if rank.stopped or rank.code:
                 rank.kill_children()
             rank.drain()
-        if self._status_folder is not None:
-            shutil.rmtree(self._status_folder, ignore_errors=True)
         self._selector.close()
 
     def _finish(self) -> int:
         """Show the pending output and the summary. Returns the exit code."""
         if self.interrupted is not None:
             return self._finish_interrupted(self.interrupted)
-        first = failures.find_first(self.ranks)
-        if self._stopped_by is not None and self._is_caused_elsewhere(first, self._stopped_by[0]):
+        failure = self._first_failure()
+        if self._stopped_by is not None and self._is_caused_elsewhere(failure, self._stopped_by[0]):
             return self._finish_for_others(*self._stopped_by)
-        if first is None:
+        if failure is None:
             self._finish_streams()
             return 0
-        self._report_failure()
-        failure = failures.describe(self.ranks, first, failures.oom_kills() - self._oom_kills)
+        self._report_failure(failure)
         self.failure = failure
-        self._finish_streams()
-        if failure.traceback and not failure.shown:
-            self._print(failure.traceback.rstrip("\n").splitlines())
-        self._print(failure.lines())
+        self._finish_streams(with_tracebacks=False)
+        if failure.source.traceback and not failure.source.shown:
+            self._print([failure.source.traceback.rstrip("\n")])
+        self._print([failure.summary()])
         if self.spec.error_file:
             try:
                 failure.write(self.spec.error_file)
@@ -430,12 +407,14 @@ class Supervisor:
                 )
         return failure.exit_code
 
-    def _is_caused_elsewhere(self, first: Cause | None, reason: str) -> bool:
+    def _is_caused_elsewhere(self, failure: Failure | None, reason: str) -> bool:
         """Whether another machine's reason explains the end better than the first failure here."""
-        stopped = [rank.rank for rank in self.ranks if rank.stopped]
-        if first is None or first.end.points_elsewhere or first.end.rank in stopped:
+        if failure is None or failure.end.points_elsewhere:
             return True
-        return first.end.code == 0 and not tracebacks.is_lost_connection(reason)
+        stopped = [rank.rank for rank in self.ranks if rank.stopped]
+        if failure.end.rank in stopped:
+            return True
+        return failure.end.code == 0 and not is_lost_connection(reason)
 
     def _finish_for_others(self, reason: str, code: int) -> int:
         self._finish_streams(with_tracebacks=False)
@@ -451,15 +430,14 @@ class Supervisor:
         if all(rank.code == 0 and not rank.spec.starter for rank in self.ranks):
             return 0
         name = signal.Signals(number).name
-        if self.link is not None:
-            self.link.interrupted(name, 128 + number)
+        self.link.interrupted(name, 128 + number)
         self._print([f"accelerate: ended by {name}; all processes are gone"])
         return 128 + number
 
     def _finish_streams(self, with_tracebacks: bool = True) -> None:
         for rank in self.ranks:
             if not with_tracebacks:
-                rank.error.take_delayed()
+                rank.error.drop_delayed()
             for stream in rank.streams:
                 stream.finish()
         if os.isatty(2) and any(rank.stopped or rank.code for rank in self.ranks):
@@ -488,21 +466,15 @@ class Supervisor:
         self._selector.register(wake, selectors.EVENT_READ, lambda: os.read(wake, 4096))
 
         def record(number: int, frame: FrameType | None) -> None:
-            self._signals.append(number)
+            if number != signal.SIGCHLD:
+                self._signals.append(number)
 
-        former = {}
-        for name in FORWARDED:
-            if hasattr(signal, name):
-                number = signal.Signals[name]
-                former[number] = signal.signal(number, record)
-        former[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: None)
         former_wakeup = signal.set_wakeup_fd(alarm, warn_on_full_buffer=False)
         try:
-            yield
+            with handling((*FORWARDED, "SIGCHLD"), record):
+                yield
         finally:
             signal.set_wakeup_fd(former_wakeup)
-            for number, handler in former.items():
-                signal.signal(number, handler)
             os.close(wake)
             os.close(alarm)
 

@@ -202,7 +202,9 @@ def _best(run: Callable[[], Any], inner: int = 1) -> float:
 
 def _measure(rank: int, ranks: int, port: int, threads: int, results: Any) -> None:
     torch.set_num_threads(threads)
-    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0)
+    store = dist.TCPStore(
+        "127.0.0.1", port, ranks, is_master=rank == 0, use_libuv=system.uses_libuv()
+    )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     a = torch.randn(512, 512)
     b = torch.randn(512, 512)

@@ -26,7 +26,7 @@ from ..config.launch_settings import resolve_settings
 from ..core import env
 from ..core.errors import AccelerateError, PrepareError
 from ..core.trees import leaves
-from ..launchers.variables import variables
+from ..launchers.plan import variables
 from ..parallel.accumulated import AccumulatedGradients
 from ..parallel.adopted.strategy import Adopted
 from ..parallel.base import Strategy

@@ -40,8 +40,8 @@ from ..commands.config.default import write_basic_config as write_basic_config
 from ..commands.launch import _convert_nargs_to_dict as _convert_nargs_to_dict
 from ..config.checks import KwargsHandler as KwargsHandler
 from ..config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
+from ..config.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
 from ..config.deepspeed import get_active_deepspeed_plugin as get_active_deepspeed_plugin
-from ..config.deepspeed_file import HfDeepSpeedConfig as HfDeepSpeedConfig
 from ..config.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from ..config.megatron import MegatronLMPlugin as MegatronLMPlugin
 from ..config.parallel import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig

@@ -4,8 +4,7 @@
 from ..core.lazy import attach
 
 EXPORTS = {
-    "config.deepspeed": ["get_active_deepspeed_plugin"],
-    "config.deepspeed_file": ["HfDeepSpeedConfig"],
+    "config.deepspeed": ["HfDeepSpeedConfig", "get_active_deepspeed_plugin"],
     "parallel.deepspeed.engine": [
         "DeepSpeedEngineWrapper",
         "DeepSpeedOptimizerWrapper",

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ...config import launch_file
-from ...config.launch_schema import cluster_keys
+from ...config.launch_file import cluster_keys
 from ...core import system
 from ...core.errors import ConfigurationError
+from ...core.objects import counted
 from ...core.options import options
 from ..parser import listing
 from .default import machine_defaults, run_kind
@@ -89,13 +90,8 @@ def _where(answers: Answers) -> tuple[tuple[str, str], ...]:
     present = system.accelerators()
     choices = [("cpu", "the CPU")]
     if present.number:
-        choices.insert(
-            0,
-            (
-                present.kind,
-                f"its {present.number} {present.kind} device{'s' if present.number > 1 else ''}",
-            ),
-        )
+        devices = counted(present.number, f"{present.kind} device")
+        choices.insert(0, (present.kind, f"its {devices}"))
     return tuple(choices)
 
 
@@ -371,6 +367,7 @@ def line(title: str, default: Any, check: Callable[[str], Any], help: str = "") 
         except EOFError:
             if sys.stdin.isatty():  # Ctrl-D, the same wish as Ctrl-C
                 raise KeyboardInterrupt from None
+            print()
             raise ConfigurationError(
                 "the input ended before all questions were answered; `accelerate config default` has none"
             ) from None

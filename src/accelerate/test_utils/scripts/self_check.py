@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
 from accelerate.collectives import broadcast_object_list
+from accelerate.core.objects import counted
 
 SAMPLES = 22
 Check = Callable[[Accelerator], str]
@@ -62,7 +63,7 @@ def collectives(accelerator: Accelerator) -> str:
     expect(total.item() == world * (world + 1) / 2, f"the sum over ranks is {total.item()}")
     padded = accelerator.pad_across_processes(torch.ones(rank + 1, device=accelerator.device))
     expect(len(padded) == world, f"padding to the longest gives {len(padded)}, not {world}")
-    return f"gather, reduce, pad on {world} process{'es' * (world > 1)}"
+    return f"gather, reduce, pad on {counted(world, 'process')}"
 
 
 def sharding(accelerator: Accelerator) -> str:
@@ -187,7 +188,7 @@ def main() -> int:
     """Run the checks and print a table; the exit code."""
     accelerator = Accelerator()
     number = accelerator.num_processes
-    where = f"{number} process{'es' * (number > 1)} on {accelerator.device.type}"
+    where = f"{counted(number, 'process')} on {accelerator.device.type}"
     failed = 0
     for name, what, check in CHECKS:
         began = time.perf_counter()
