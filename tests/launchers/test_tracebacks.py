@@ -150,6 +150,18 @@ def test_the_first_failure(ends, cause):
     assert (found and found.end.rank) == cause
 
 
+def test_how_the_other_ranks_ended():
+    """The same error with other numbers is the same; the rank whose traceback is shown has no error of another."""
+    same = [End(rank, 1, rank, printed(raised(ValueError(f"GPU {rank}")))) for rank in (0, 1)]
+    stopped = End(2, -15, 3.0, "", by_itself=False)
+    assert first_failure([*same, stopped]).others == {
+        1: "failed with the same error",
+        2: "stopped by the launcher",
+    }
+    early = [End(0, 0, 1.0, ""), End(1, 1, 2.0, printed(raised(RuntimeError(GLOO))))]
+    assert "lost" in first_failure(early).others[1]
+
+
 def test_the_summary_has_the_whole_cause_and_one_line_for_the_others():
     others = {0: "stopped", 2: "lost", 3: "stopped", **dict.fromkeys(range(4, 8), "lost")}
     end = End(1, -9, 0.0, "", pid=77, host="h", log="l.log")

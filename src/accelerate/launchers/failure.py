@@ -172,7 +172,9 @@ class End(NamedTuple):
         message = message_of(self.output, self.rank)
         if not message or self.code == 0:
             return f"ended with exit code {self.code}"
-        if _without_numbers(message) == _without_numbers(message_of(source.output, source.rank)):
+        message_of_source = message_of(source.output, source.rank)
+        is_same = _without_numbers(message) == _without_numbers(message_of_source)
+        if is_same and self is not source:
             return "failed with the same error"
         if is_lost_connection(message):
             return "lost the connection to another rank"
