@@ -40,7 +40,7 @@ def launched(capfd, monkeypatch):
 def test_the_same_error_of_ranks_that_end_slowly_is_shown_once(launched):
     code, text = launched(SAME, SAME, SAME)
     assert code == 1 and text.count("Traceback") == 1
-    (line,) = [line for line in text.splitlines() if "the same error" in line]
+    (line,) = [line for line in text.splitlines() if "the same error as rank" in line]
     assert "ranks" in line
 
 
