@@ -36,6 +36,12 @@ class Wrapper(torch.optim.Optimizer):
 
     param_groups = property(lambda self: self.optimizer.param_groups)
 
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state):
+        self.optimizer.load_state_dict(state)
+
 
 class Projecting(Wrapper):
     """Removes from each gradient what is parallel to the parameter. Has the state of the other one too."""
@@ -92,6 +98,16 @@ class SlowWeights(Wrapper):
             slow = self.state[p]["slow"]
             slow.add_(p - slow, alpha=0.5)
             p.copy_(slow)
+
+    def state_dict(self):
+        own = {(0, i): dict(self.state[p]) for i, p in enumerate(self.param_groups[0]["params"])}
+        return {"own": own, "count": self.count, "base": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state):
+        self.optimizer.load_state_dict(state["base"])
+        self.count = state["count"]
+        for i, p in enumerate(self.param_groups[0]["params"]):
+            self.state[p] = {"slow": state["own"][0, i]["slow"].clone()}
 
 
 class References(torch.optim.Optimizer):
@@ -196,6 +212,29 @@ def test_an_optimizer_that_is_prepared_before_its_model(layout):
         expected, plain = make(kind)
         train(expected, plain, rows, torch.Tensor.backward)
         compare_state(run, model, expected.state_dict())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["fsdp2", "tp"])
+@pytest.mark.parametrize("kind", [Projecting, SlowWeights])
+def test_a_loaded_run_continues(kind, layout, tmp_path):
+    """Also where torch's functions do not know the form of the state, and the model starts from other weights."""
+    run = Accelerator(cpu=True, **LAYOUTS[layout]())
+    model, optimizer = run.prepare(*make(kind))
+    index, shards = run.strategy.data_shard
+    rows = torch.randn(STEPS, 4 * shards, 4, generator=torch.Generator().manual_seed(1))
+    train(model, optimizer, rows[:3, index::shards], run.backward)
+    run.save_state(tmp_path / "saved")
+    reset_states()
+    run = Accelerator(cpu=True, **LAYOUTS[layout]())
+    model, optimizer = make(kind)
+    nn.init.ones_(model[0].weight)
+    model, optimizer = run.prepare(model, optimizer)
+    run.load_state(tmp_path / "saved")
+    train(model, optimizer, rows[3:, index::shards], run.backward)
+    expected, plain = make(kind)
+    train(expected, plain, rows, torch.Tensor.backward)
+    compare_state(run, model, expected.state_dict())
 
 
 @on_ranks(2)

@@ -319,10 +319,25 @@ def steps_unsharded(optimizer: torch.optim.Optimizer) -> bool:
     return _UNSHARDED in optimizer.__dict__
 
 
-def _run_unsharded(optimizer: torch.optim.Optimizer, step: Step, closure: Closure | None) -> object:
+def has_own_form(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch's functions for states do not know that of an optimizer: a wrapper's may have any form."""
+    is_fixed = isinstance(getattr(type(optimizer), "param_groups", None), property)
+    return is_fixed or optimizer.state_dict().keys() != {"state", "param_groups"}
+
+
+@contextmanager
+def unsharded(optimizer: torch.optim.Optimizer) -> Iterator[_UnshardedCopies]:
+    """A block in which an optimizer that steps so has unsharded parameters, gradients and state."""
     copies: _UnshardedCopies = optimizer.__dict__[_UNSHARDED]
     copies.enter(optimizer)
     try:
+        yield copies
+    finally:
+        copies.leave(optimizer)
+
+
+def _run_unsharded(optimizer: torch.optim.Optimizer, step: Step, closure: Closure | None) -> object:
+    with unsharded(optimizer) as copies:
         if closure is None:
             return step()
 
@@ -335,8 +350,6 @@ def _run_unsharded(optimizer: torch.optim.Optimizer, step: Step, closure: Closur
                 copies.enter(optimizer)
 
         return step(evaluate)
-    finally:
-        copies.leave(optimizer)
 
 
 class _UnshardedCopies:

@@ -27,7 +27,7 @@ from ...optimizer import parameters_of
 from ...torch_internals import dtensor
 from ...torch_internals.fsdp1 import flat_units, ignoring
 from .. import materialize
-from ..sharded_optimizer import lay_out_state, steps_unsharded
+from ..sharded_optimizer import has_own_form, lay_out_state, steps_unsharded, unsharded
 from ..unwrap import canonical_name, named_parameters, named_tensors
 
 
@@ -309,6 +309,11 @@ def _load_unsharded_state(optimizer: torch.optim.Optimizer, state: Mapping[str, 
     device = None
     if parameters:
         device = parameters[0].device
+    if steps_unsharded(optimizer) and has_own_form(optimizer):
+        entire = materialize.from_first(dict(state), device)
+        with unsharded(optimizer):
+            optimizer.load_state_dict(entire)
+        return
     other_entries, entries = broadcast_state(state, groups, device)
     laid_out = {}
     for position, entry in entries:

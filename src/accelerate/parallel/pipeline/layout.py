@@ -115,7 +115,7 @@ def distribute(model: nn.Module, present: Collection[int], channel: P2PChannel) 
         ]
         raise PrepareError(
             f"this rank's model differs from rank 0's ({', '.join(different[:3]) or 'the order of its tensors'}): "
-            "build the same on all ranks"
+            "build the same on all ranks, and share no layer with another model"
         )
     values: dict[int, torch.Tensor] = {}
     for tensor in named.values():
