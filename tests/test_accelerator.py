@@ -409,6 +409,22 @@ def test_a_replaced_function_that_is_not_called_is_named(monkeypatch, caplog):
     assert caplog.text.count("fsdp2_load_full_state_dict") == 1
 
 
+def test_contexts_decorate_functions(accelerator):
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    calls = []
+    for context in (
+        accelerator.accumulate(model),
+        accelerator.autocast(),
+        accelerator.no_sync(model),
+        accelerator.join_uneven_inputs([model]),
+        accelerator.maybe_context_parallel(),
+    ):
+        function = context(lambda: calls.append(accelerator.sync_gradients))
+        function()
+        function()
+    assert calls == [True] * 10
+
+
 def test_attributes_that_scripts_assign(accelerator):
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2))
     handlers = ("init", "profile", "scaler", "fp8_recipe", "ao_recipe", "te_recipe", "msamp_recipe")

@@ -60,8 +60,15 @@ def test_each_module_of_the_api_gives_every_public_name(module):
         ("commands.utils", ["CustomArgumentParser"]),
         (
             "commands.estimate",
-            ["check_has_model", "create_empty_model", "estimate_command", "gather_data"],
+            [
+                "check_has_model",
+                "create_ascii_table",
+                "create_empty_model",
+                "estimate_command",
+                "gather_data",
+            ],
         ),
+        ("commands.merge", ["merge_command", "merge_command_parser"]),
         ("accelerator", ["load_custom_state", "save_accelerator_state"]),
         ("optimizer", ["move_to_device"]),
         ("test_utils.testing", ["get_backend", "is_cuda_available"]),

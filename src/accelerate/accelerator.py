@@ -31,7 +31,7 @@ from .core.enums import DistributedType, DynamoBackend, LoggerType, RNGType
 from .core.errors import ConfigurationError, PrepareError, add_remedy, short_traceback
 from .core.lazy import public_names
 from .core.modules import class_name, model_has_dtensor, require_module
-from .core.objects import computed, forwarded
+from .core.objects import NullContext, computed, forwarded
 from .core.trees import send_to_device
 from .data_loader import prepare_data_loader, skip_first_batches
 from .logging import MultiProcessAdapter, get_logger, print_or_log
@@ -1078,7 +1078,7 @@ class Accelerator(RunInterface):
             A context manager.
         """
         if self.strategy.sequence is None:
-            return contextlib.nullcontext()
+            return NullContext()
         return self.strategy.sequence.open(
             buffers or [], buffer_seq_dims or [], no_restore_buffers or set()
         )

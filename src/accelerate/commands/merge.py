@@ -3,22 +3,24 @@
 
 from __future__ import annotations
 
+import argparse
 import time
+from typing import Any
 
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import user_path
 from ..core.objects import size_of
-from .parser import Parser, exit_on
+from .parser import command_parser, exit_on
 
 
-def parser() -> Parser:
-    """Return the parser of `accelerate merge-weights`."""
-    made = Parser(
-        prog="accelerate merge-weights",
-        description="Merge the shards of a model, saved by FSDP with SHARDED_STATE_DICT, into model.safetensors. "
+def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """Return the parser of `accelerate merge-weights`, or add it to `subparsers`."""
+    description = (
+        "Merge the shards of a model, saved by FSDP with SHARDED_STATE_DICT, into model.safetensors. "
         "Further models of a checkpoint become model_1.safetensors and so on. The checksums of the checkpoint are "
-        "compared first, if it has any. 1 GiB of memory is usually enough.",
+        "compared first, if it has any. 1 GiB of memory is usually enough."
     )
+    made = command_parser("merge-weights", description, merge_command, subparsers)
     made.add_argument(
         "checkpoint_directory", help="A checkpoint, or the folder pytorch_model_fsdp_0 in it."
     )
@@ -38,16 +40,25 @@ def parser() -> Parser:
     return made
 
 
+# The name that every command has.
+parser = merge_command_parser
+
+
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the command. Exits with 2 if there is nothing valid to merge."""
-    args = parser().parse_args(argv)
+    args = merge_command_parser().parse_args(argv)
+    with exit_on(CheckpointError, ConfigurationError, OSError):
+        merge_command(args)
+
+
+def merge_command(args: argparse.Namespace) -> None:
+    """Run the command with parsed arguments. Raises what `merge` raises."""
     from ..checkpointing.merging import merge
 
     start = time.perf_counter()
-    with exit_on(CheckpointError, ConfigurationError, OSError):
-        source = user_path(args.checkpoint_directory, "checkpoint_directory")
-        output = user_path(args.output_path, "output_path")
-        written = merge(source, output, not args.unsafe_serialization, args.remove_checkpoint_dir)
+    source = user_path(args.checkpoint_directory, "checkpoint_directory")
+    output = user_path(args.output_path, "output_path")
+    written = merge(source, output, not args.unsafe_serialization, args.remove_checkpoint_dir)
     for file in written:
         print(f"{file.path}: {file.tensors} tensors, {size_of(file.size)}")
     print(f"merged in {time.perf_counter() - start:.1f} s")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import re
@@ -89,6 +90,10 @@ class _Computed:
         if obj is None:
             return self
         return self.compute(obj)
+
+
+class NullContext(contextlib.nullcontext[None], contextlib.ContextDecorator):
+    """A context without effect, also as the decorator of a function."""
 
 
 def get_pretty_name(obj: Any) -> str:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ..core.errors import PrepareError
 from ..core.modules import move_module
+from ..core.objects import NullContext
 from ..precision.base import Precision
 from .gradients import clip_values, gradients_of, local, multiply
 from .prepared import PreparedModel
@@ -128,7 +129,7 @@ class Strategy:
         self, joinables: Sequence[object], loaders: Sequence[object], even_batches: bool | None
     ) -> contextlib.AbstractContextManager[None]:
         """A context in which the processes may run out of batches at different times."""
-        return contextlib.nullcontext()
+        return NullContext()
 
     # -- prepare
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..core.errors import PrepareError
+from ..core.objects import NullContext
 from ..optimizer import plain_optimizer
 from ..precision.base import Precision
 from .gradients import GradientReducer
@@ -97,7 +98,7 @@ class PreparedModel:
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """A context in which backwards accumulate gradients without communicating."""
-        return contextlib.nullcontext()
+        return NullContext()
 
     def trained_parameters(self) -> Iterator[torch.Tensor]:
         """The parameters that an optimizer has, also while the module shows unsharded ones."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -209,7 +209,7 @@ def infer_auto_device_map(
         fallback_allocation,
         verbose,
     )
-    device_map = complete_device_map(model, planner.run())
+    device_map: dict[str, Any] = OrderedDict(complete_device_map(model, planner.run()))
     if not offload_buffers:
         planner.warn_of_buffers(measured.buffers)
     planner.log_empty_devices()

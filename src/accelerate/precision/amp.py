@@ -15,6 +15,7 @@ import torch
 from ..core.devices import accelerator_type
 from ..core.enums import DistributedType
 from ..core.errors import PrepareError
+from ..core.objects import NullContext
 from ..core.trees import convert_to_fp32
 from ..state import AcceleratorState
 from .base import Precision
@@ -47,7 +48,7 @@ class MixedPrecision(Precision):
     ) -> contextlib.AbstractContextManager[Any]:
         """`torch.autocast` with the run's options or these; nothing where `native_amp` was set to False."""
         if not self.native_amp:
-            return contextlib.nullcontext()
+            return NullContext()
         options = options or self.options
         kwargs = {}
         if options is not None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..core.objects import NullContext
+
 if TYPE_CHECKING:
     from ..config.precision import AutocastKwargs
 
@@ -32,7 +34,7 @@ class Precision:
         self, options: AutocastKwargs | None = None
     ) -> contextlib.AbstractContextManager[Any]:
         """A context in which operations run in the lower precision; here it does nothing."""
-        return contextlib.nullcontext()
+        return NullContext()
 
     def convert(self, model: torch.nn.Module, repoint: Repoint) -> None:
         """Replace layers of a model before it is laid out; `repoint` takes the (former, present) parameters."""

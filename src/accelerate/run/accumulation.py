@@ -140,7 +140,7 @@ class Accumulation:
         self.__dict__.update(state)
 
 
-class AccumulatedBatch:
+class AccumulatedBatch(contextlib.ContextDecorator):
     """A context for one batch of an accumulation window: only the last one's backward communicates.
 
     Args:

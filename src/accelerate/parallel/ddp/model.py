@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ...core.objects import NullContext
 from ...precision.base import Precision
 from ...torch_internals import ddp
 from ...torch_internals.compiled import uncompiled
@@ -93,7 +94,7 @@ class ReplicatedModel(PreparedModel):
         """
         replica = replica_of(self.module)
         if replica is None or (replica.static_graph and not self.has_run):
-            return contextlib.nullcontext()
+            return NullContext()
         return replica.no_sync()
 
 
