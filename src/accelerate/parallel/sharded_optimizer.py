@@ -320,7 +320,9 @@ def steps_unsharded(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def has_own_form(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether torch's functions for states do not know that of an optimizer: a wrapper's may have any form."""
+    """Whether torch's functions do not know the state of an optimizer of shards: a wrapper's may have any form."""
+    if not steps_unsharded(optimizer):
+        return False
     is_fixed = isinstance(getattr(type(optimizer), "param_groups", None), property)
     return is_fixed or optimizer.state_dict().keys() != {"state", "param_groups"}
 

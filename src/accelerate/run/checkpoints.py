@@ -460,14 +460,13 @@ class RunCheckpoints:
             return None
         # torch.distributed.checkpoint takes longer to import than all the rest; full states do without it.
         from ..checkpointing.sharded import ShardedState
-        from ..parallel.sharded_optimizer import has_own_form, steps_unsharded
+        from ..parallel.sharded_optimizer import has_own_form
 
-        for optimizer in optimizers:
-            if steps_unsharded(optimizer.inner) and has_own_form(optimizer.inner):
-                # A checkpoint has shards of all models and optimizers, or of none.
-                for prepared in models:
-                    prepared.saves_shards = False
-                return None
+        if any(has_own_form(optimizer.inner) for optimizer in optimizers):
+            # A checkpoint has shards of all models and optimizers, or of none.
+            for prepared in models:
+                prepared.saves_shards = False
+            return None
 
         if self._shards is None:
             self._shards = ShardedState(models, optimizers)

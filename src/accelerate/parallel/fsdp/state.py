@@ -309,7 +309,7 @@ def _load_unsharded_state(optimizer: torch.optim.Optimizer, state: Mapping[str, 
     device = None
     if parameters:
         device = parameters[0].device
-    if steps_unsharded(optimizer) and has_own_form(optimizer):
+    if has_own_form(optimizer):
         entire = materialize.from_first(dict(state), device)
         with unsharded(optimizer):
             optimizer.load_state_dict(entire)
