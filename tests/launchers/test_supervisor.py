@@ -9,10 +9,14 @@ from accelerate.launchers import streams, supervisor
 from accelerate.launchers.spec import LaunchSpec, ProcessSpec, Program
 from accelerate.launchers.supervisor import supervise
 
+# The first rank to end has the others stopped, so they wait until all have written.
 SAME = """
-import sys, time
+import os, sys, time
 sys.stderr.write("Traceback (most recent call last):\\n  File x\\nRuntimeError: GPU {rank} is full\\n")
 sys.stderr.flush()
+open(os.path.join("{folder}", "{rank}"), "w").close()
+while len(os.listdir("{folder}")) < {ranks}:
+    time.sleep(0.01)
 time.sleep(1.0)
 sys.exit(1)
 """
@@ -20,17 +24,16 @@ LOST = SAME.replace("GPU {rank} is full", "Connection closed by peer")
 
 
 @pytest.fixture
-def launched(capfd, monkeypatch):
+def launched(capfd, monkeypatch, tmp_path):
     monkeypatch.setattr(streams, "DELAY", 0.2)
 
     def run(*scripts):
         spec = LaunchSpec(Program("x"), num_processes=len(scripts), progress_interval=0)
-        processes = [
-            ProcessSpec(
-                rank, rank, (sys.executable, "-S", "-c", script.replace("{rank}", str(rank))), {}
-            )
-            for rank, script in enumerate(scripts)
-        ]
+        processes = []
+        for rank, script in enumerate(scripts):
+            text = script.replace("{rank}", str(rank)).replace("{folder}", str(tmp_path))
+            text = text.replace("{ranks}", str(len(scripts)))
+            processes.append(ProcessSpec(rank, rank, (sys.executable, "-S", "-c", text), {}))
         code = supervise(spec, processes).code
         return code, capfd.readouterr().err
 

@@ -52,7 +52,8 @@ class Server(ThreadingHTTPServer):
         subprocess.run(
             ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
             + ["-keyout", folder / "key", "-out", folder / "ca.crt", "-days", "1", "-subj", "/CN=localhost"]
-            + ["-addext", "subjectAltName=DNS:localhost"],
+            # Python 3.13 wants the use of a certificate's key in it.
+            + ["-addext", "subjectAltName=DNS:localhost", "-addext", "keyUsage=critical,digitalSignature,keyCertSign"],
             check=True, capture_output=True,
         )  # fmt: skip
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
