@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .certify.recording import RecordedRun
+from .certify.reference import join_shards
+from .certify.settings import read as read_settings
 from .checkpointing.loading import LoadReport
 from .checkpointing.preemption import DEFAULT_SIGNALS
 from .checkpointing.run_state import check_custom
@@ -267,6 +270,9 @@ class Accelerator(RunInterface):
         plan_file = env.get("ACCELERATE_PLAN_FILE")
         if plan_file:
             self._loop.add(PlannedRun(plan_file, self.state.device))
+        self._certified = read_settings()
+        if self._certified is not None:
+            self._loop.add(RecordedRun(self._certified, self._checkpoints))
         self._recorder = start_recorder(telemetry, project, self.strategy.data_shard[1])
         if self._recorder is not None:
             self._loop.add(self._recorder)
@@ -669,6 +675,8 @@ class Accelerator(RunInterface):
         )
         if not self.split_batches:
             prepared.steps_per_call = self.strategy.data_shard[1]
+            if self._certified is not None and self._certified.shards:
+                prepared.steps_per_call = self._certified.shards
         self._objects.schedulers.append(prepared)
         return prepared
 
@@ -696,11 +704,13 @@ class Accelerator(RunInterface):
         if device_placement is None:
             device_placement = self.device_placement and config.device_placement is None
         index, count = self.strategy.data_shard
-        prepared = prepare_data_loader(
-            data_loader,
-            self.device,
+        certified = self._certified
+        if certified is not None and certified.shards > 1:
+            count = certified.shards
+        prepare = functools.partial(
+            prepare_data_loader,
+            device=self.device,
             num_processes=count,
-            process_index=index,
             split_batches=config.split_batches,
             put_on_device=device_placement,
             rng_types=list(self.rng_types),
@@ -715,6 +725,10 @@ class Accelerator(RunInterface):
             # Some packages replace the function by one with the API's arguments.
             **({"exact": True} if self._exact else {}),
         )
+        if certified is not None and certified.shards > 1:
+            prepared = join_shards(data_loader, count, prepare)
+        else:
+            prepared = prepare(data_loader, process_index=index)
         self._objects.dataloaders.append(prepared)
         self._checkpoints.controller.add_loader(prepared)
         prepared.loop = self._loop

@@ -580,6 +580,10 @@ def _variable(name: str, kind: str = "text", **more: Any) -> Option:
 # Variables of this package that no flag sets.
 VARIABLES: tuple[Option, ...] = (
     _variable(
+        "ACCELERATE_CERTIFY_FILE",
+        help="Set by `accelerate certify`: file with what the run records.",
+    ),
+    _variable(
         "ACCELERATE_CONFIG_DS_FIELDS",
         help="Set by the launcher: keys of `deepspeed_config` in the configuration file.",
     ),
