@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import statistics
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -27,7 +27,6 @@ class Difference:
         name: of the tensor, in the plain model.
         error, tolerance: Euclidean norms.
         size: the norm of the reference's tensor.
-        factor: the number by which all of it is multiplied; None if there is none.
         reason: why no norm can be told, such as another shape.
     """
 
@@ -37,78 +36,123 @@ class Difference:
     error: float = 0.0
     tolerance: float = 0.0
     size: float = 0.0
-    factor: float | None = None
     reason: str = ""
+
+
+@dataclass
+class Comparison:
+    """Two recorded runs, step by step.
+
+    Args:
+        reference, layout: the steps of both.
+        perturbed: those of the reference that began at other parameters; None compares bit by bit.
+
+    Attributes:
+        differences: in the order of the steps, and of what happens in one.
+        compared: {kind: number of tensors}.
+    """
+
+    reference: list[Step]
+    layout: list[Step]
+    perturbed: list[Step] | None = None
+    differences: list[Difference] = field(default_factory=list)
+    compared: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for number in range(min(len(self.reference), len(self.layout))):
+            for kind in KINDS:
+                self._compare(number, kind)
+
+    def _compare(self, number: int, kind: str) -> None:
+        expected, actual = self.reference[number], self.layout[number]
+        names = [name for name in expected if name.startswith(f"{kind}/")]
+        if kind == "gradient":
+            # A backward begins with the last module.
+            names.reverse()
+        spreads = self._spreads(number, names)
+        typical = statistics.median(spreads.values()) if spreads else 0.0
+        for name in names:
+            difference = self._difference(
+                number, kind, name, expected[name], actual.get(name), max(spreads.get(name, 0.0), typical)
+            )
+            if difference is not None:
+                self.differences.append(difference)
+
+    def _spreads(self, number: int, names: list[str]) -> dict[str, float]:
+        """By how much each tensor differs in the perturbed run, relative to its norm."""
+        spreads: dict[str, float] = {}
+        if self.perturbed is None:
+            return spreads
+        expected, moved = self.reference[number], self.perturbed[number]
+        for name in names:
+            size = norm(expected[name])
+            if name in moved and moved[name].shape == expected[name].shape and size:
+                spreads[name] = norm(moved[name], expected[name]) / size
+        return spreads
+
+    def _difference(
+        self,
+        number: int,
+        kind: str,
+        name: str,
+        expected: torch.Tensor,
+        actual: torch.Tensor | None,
+        spread: float,
+    ) -> Difference | None:
+        step, plain = number + 1, name.partition("/")[2]
+        if actual is None or actual.shape != expected.shape:
+            if kind == "output":
+                # A layout may split a module, or have it on another rank.
+                return None
+            reason = "the layout has no such tensor"
+            if actual is not None:
+                reason = f"its shape is {list(actual.shape)}, and {list(expected.shape)} on one process"
+            return Difference(step, kind, plain, reason=reason)
+        self.compared[kind] = self.compared.get(kind, 0) + 1
+        error, size = norm(actual, expected), norm(expected)
+        tolerance = 0.0
+        if self.perturbed is not None and kind != "batch":
+            if expected.is_floating_point():
+                spread = max(spread, torch.finfo(expected.dtype).eps)
+            tolerance = FACTOR * spread * size
+            moved = self.perturbed[number].get(name)
+            if not size and moved is not None and moved.shape == expected.shape:
+                tolerance = FACTOR * norm(moved)
+        if error <= tolerance:
+            return None
+        return Difference(step, kind, plain, error, tolerance, size)
 
 
 def read_steps(folder: Path) -> list[Step]:
     """The steps of a recorded run."""
-    steps = []
-    while (path := folder / f"step_{len(steps) + 1}.pt").exists():
+    steps: list[Step] = []
+    for number in range(1, 1 << 20):
+        path = folder / f"step_{number}.pt"
+        if not path.exists():
+            break
         steps.append(torch.load(path, map_location="cpu", weights_only=True))
     return steps
 
 
-def differences(reference: Path, perturbed: Path, layout: Path) -> Iterator[Difference]:
-    """What differs, in the order of the steps and of what happens in one."""
-    runs = zip(read_steps(reference), read_steps(perturbed), read_steps(layout), strict=False)
-    for number, (expected, moved, actual) in enumerate(runs, start=1):
-        for kind in KINDS:
-            names = [name for name in expected if name.startswith(f"{kind}/")]
-            if kind == "gradient":
-                # The last module's come first.
-                names.reverse()
-            for name in names:
-                difference = _difference(number, kind, name, expected, moved, actual)
-                if difference is not None:
-                    yield difference
-
-
-def _difference(
-    number: int, kind: str, name: str, expected: Step, moved: Step, actual: Step
-) -> Difference | None:
-    plain = name.partition("/")[2]
-    reference = expected[name]
-    if name not in actual:
-        if kind == "output":
-            # A split module, or one of another stage.
-            return None
-        return Difference(number, kind, plain, reason="the layout has no such tensor")
-    value = actual[name]
-    if value.shape != reference.shape:
-        if kind == "output":
-            return None
-        return Difference(number, kind, plain, reason=f"{list(value.shape)} in place of {list(reference.shape)}")
-    error = _norm(value, reference)
-    size = _norm(reference)
-    other = moved.get(name)
-    spread = 0.0
-    if other is not None and other.shape == reference.shape:
-        spread = _norm(other, reference)
-    precision = torch.finfo(reference.dtype).eps if reference.is_floating_point() else 0.0
-    tolerance = FACTOR * max(spread, precision * size)
-    if kind == "batch":
-        tolerance = 0.0
-    if error <= tolerance:
-        return None
-    return Difference(number, kind, plain, error, tolerance, size, _factor(value, reference))
-
-
-def _norm(tensor: torch.Tensor, other: torch.Tensor | None = None) -> float:
+def norm(tensor: torch.Tensor, other: torch.Tensor | None = None) -> float:
+    """The Euclidean norm of a tensor or of a difference; infinite where an element is not finite in one of both."""
     values = tensor.double()
-    if other is not None:
-        values = values - other.double()
-    # A value that is not finite differs from each other.
-    return float(torch.linalg.vector_norm(values.nan_to_num(nan=torch.inf)))
+    if other is None:
+        return float(torch.linalg.vector_norm(values))
+    both = torch.isnan(values) & torch.isnan(other.double())
+    difference = (values - other.double()).masked_fill(both | (tensor == other), 0.0)
+    return float(torch.linalg.vector_norm(difference.nan_to_num(nan=torch.inf)))
 
 
-def _factor(value: torch.Tensor, reference: torch.Tensor) -> float | None:
-    flat, expected = value.double().flatten(), reference.double().flatten()
-    size = float(expected.dot(expected))
+def factor_of(actual: torch.Tensor, expected: torch.Tensor) -> float | None:
+    """The number by which all elements of `expected` are multiplied; None if there is none."""
+    flat, reference = actual.double().flatten(), expected.double().flatten()
+    size = float(reference.dot(reference))
     if not size:
         return None
-    factor = float(flat.dot(expected)) / size
-    rest = float(torch.linalg.vector_norm(flat - factor * expected))
+    factor = float(flat.dot(reference)) / size
+    rest = float(torch.linalg.vector_norm(flat - factor * reference))
     if rest > 1e-3 * abs(factor) * size**0.5:
         return None
     return factor
+

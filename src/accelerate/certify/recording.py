@@ -27,6 +27,7 @@ from ..parallel.gradients import local
 from ..parallel.prepared import PreparedModel
 from ..parallel.unwrap import canonical_name, extract_model_from_parallel
 from ..run.checkpoints import RunCheckpoints
+from ..torch_internals.compiled import uncompiled
 from .reference import perturb, remove_dropout
 from .settings import Settings
 
@@ -38,6 +39,40 @@ LARGE = 1 << 30
 KINDS = ("batch", "output", "loss", "gradient", "options", "parameter", "buffer", "state")
 
 Tensors = dict[str, torch.Tensor]
+
+
+class _Watch:
+    """Hooks of the first forwards of a module.
+
+    Args:
+        name: of the module.
+        outputs: gets the name and the first tensor that the module returns.
+        draws: gets the name of a module that draws random numbers itself.
+    """
+
+    def __init__(self, name: str, outputs: list[tuple[str, torch.Tensor]], draws: list[str]) -> None:
+        self._name = name
+        self._outputs = outputs
+        self._draws = draws
+        self._state = torch.empty(0)
+        self._drawn = 0
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """Note the state of the generator."""
+        self._state = torch.get_rng_state()
+        self._drawn = len(self._draws)
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Note what the module has returned."""
+        if not torch.is_grad_enabled():
+            return
+        draws_inside = len(self._draws) > self._drawn
+        if not draws_inside and not torch.equal(self._state, torch.get_rng_state()):
+            self._draws.append(self._name)
+        for tensor in leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                self._outputs.append((self._name, _plain(tensor.detach()).clone()))
+                return
 
 
 class RecordedRun(RunObserver):
@@ -71,27 +106,18 @@ class RecordedRun(RunObserver):
         """Change a model as the settings say, and watch its first forward."""
         if not isinstance(prepared, PreparedModel):
             return
-        model = extract_model_from_parallel(prepared.module)
         if not self._settings.dropout:
             remove_dropout(prepared.module)
-        if self._settings.dtype is not None:
-            prepared.module.to(getattr(torch, self._settings.dtype))
         if self._settings.perturb:
             perturb(prepared.module)
-        prefix = self._prefix(prepared)
+        if uncompiled(prepared.module) is not prepared.module:
+            # A hook would have it compiled again.
+            return
+        model = extract_model_from_parallel(prepared.module)
         for name, module in model.named_modules():
-            self._handles.append(module.register_forward_hook(self._hook(prefix + canonical_name(name))))
-
-    def _hook(self, name: str) -> Callable[..., None]:
-        def note_output(module: nn.Module, args: Any, output: Any) -> None:
-            if not torch.is_grad_enabled():
-                return
-            for tensor in leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                    self._outputs.append((name, _plain(tensor.detach()).clone()))
-                    return
-
-        return note_output
+            watch = _Watch(self._prefix(prepared) + canonical_name(name), self._outputs, self._draws)
+            self._handles.append(module.register_forward_pre_hook(watch.before_forward))
+            self._handles.append(module.register_forward_hook(watch.after_forward))
 
     def batch(self, loader: Any, data: Any) -> None:
         """Note what the loop reads."""
@@ -153,19 +179,39 @@ class RecordedRun(RunObserver):
             for (name, first), *others in zip(*joined, strict=False):
                 parts = [first, *(tensor for _, tensor in others)]
                 self._add("output", "", {name: _joined(parts)})
+            self._info["draws"] = sorted(set(self._draws))
             for handle in self._handles:
                 handle.remove()
-        self._outputs, self._batches, self._losses = [], [], []
+        self._outputs.clear()
+        self._batches, self._losses = [], []
 
     def _record_models(self, run: RunCheckpoints) -> None:
         for prepared in run.objects.models:
             with _shards(prepared, run):
                 state = prepared.state_dict()
+            if _world() > 1 and not prepared.is_partial:
+                self._compare_replicas(prepared)
             names = prepared.trained_names()
             parameters = {name: value for name, value in state.items() if name in names}
             others = {name: value for name, value in state.items() if name not in names}
             self._add("parameter", self._prefix(prepared), parameters)
             self._add("buffer", self._prefix(prepared), others)
+
+    def _compare_replicas(self, prepared: PreparedModel) -> None:
+        """Note the first tensor of a model whose values differ between the ranks that have all of it."""
+        sums = [
+            (canonical_name(name), float(tensor.detach().double().sum()))
+            for name, tensor in prepared.inner.state_dict().items()
+            if isinstance(tensor, torch.Tensor)
+        ]
+        for rank, others in enumerate(_from_ranks(sums)):
+            for (name, value), (_, other) in zip(sums, others, strict=False):
+                if value != other and "replicas" not in self._info:
+                    self._info["replicas"] = {
+                        "step": self._steps + 1,
+                        "name": self._prefix(prepared) + name,
+                        "rank": rank,
+                    }
 
     def _record_state(self, run: RunCheckpoints, optimizer: AcceleratedOptimizer) -> None:
         index = run.objects.optimizers.index(optimizer)
@@ -214,6 +260,9 @@ class RecordedRun(RunObserver):
 
     def _end(self, run: RunCheckpoints) -> None:
         self._info["steps"] = self._steps
+        self._info["shards"] = run.strategy.data_shard[1]
+        self._info["layout"] = run.strategy.name
+        self._info["processes"] = _world()
         if _rank() == 0:
             (self._folder / "run.json").write_text(json.dumps(self._info))
         run.loop.remove(self)
@@ -223,6 +272,10 @@ class RecordedRun(RunObserver):
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -235,18 +288,21 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def _from_shards(shard: tuple[int, int], value: Any) -> list[Any]:
     """The value of one rank of each data shard, in their order. All ranks call it, and rank 0 gets all."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    values: list[Any] | None = None
-    if dist.get_rank() == 0:
-        values = [None] * dist.get_world_size()
-    dist.gather_object((shard[0], value), values)
-    if values is None:
-        return []
     by_shard: dict[int, Any] = {}
-    for index, part in values:
+    for index, part in _from_ranks((shard[0], value)):
         by_shard.setdefault(index, part)
     return [by_shard[index] for index in sorted(by_shard)]
+
+
+def _from_ranks(value: Any) -> list[Any]:
+    """The value of each rank, on rank 0; nothing on the others."""
+    if _world() == 1:
+        return [value]
+    values: list[Any] | None = None
+    if _rank() == 0:
+        values = [None] * _world()
+    dist.gather_object(value, values)
+    return values or []
 
 
 def _batches(shards: list[list[list[torch.Tensor]]]) -> list[list[torch.Tensor]]:

@@ -17,6 +17,7 @@ from ..data_loader.batch_source import altered
 from ..data_loader.loader import DataLoaderShard, PreparedLoader
 from ..data_loader.order import Order, capture, restore
 from ..data_loader.steps import ReadPlan, ShardStep, StreamPosition
+from ..parallel.gradients import local
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 # Attributes with the probability of dropout, of modules that call the function.
@@ -142,8 +143,10 @@ def perturb(model: nn.Module) -> None:
     """Move each parameter by one unit in the last place, up or down."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
-        if parameter.is_meta or not parameter.is_floating_point():
+        # Replicas are moved alike.
+        values = local(parameter.detach())
+        if values.is_meta or not values.is_floating_point():
             continue
-        ups = torch.randint(0, 2, parameter.shape, generator=generator, dtype=torch.bool)
-        limits = torch.where(ups, torch.inf, -torch.inf).to(parameter)
-        parameter.copy_(torch.nextafter(parameter, limits))
+        ups = torch.randint(0, 2, values.shape, generator=generator).to(values.device, torch.bool)
+        limits = torch.where(ups, torch.inf, -torch.inf).to(values.dtype)
+        values.copy_(torch.nextafter(values, limits))

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +77,26 @@ class Script:
                 env={**os.environ, VARIABLE: str(settings_file)},
             ).returncode
         return Recorded(folder, code, log)
+
+
+@dataclass
+class Reference:
+    """The runs of a script on one process: as it is, and from parameters that are moved.
+
+    Args:
+        script: the script.
+        folder: in which they are recorded.
+    """
+
+    script: Script
+    folder: Path
+    _pairs: dict[int, tuple[Recorded, Recorded]] = field(default_factory=dict)
+
+    def runs(self, shards: int) -> tuple[Recorded, Recorded]:
+        """The runs on the samples that so many data shards read together."""
+        if shards not in self._pairs:
+            single = Layout("single", {})
+            plain = self.script.record(single, self.folder / f"reference-{shards}", shards=shards)
+            moved = self.script.record(single, self.folder / f"perturbed-{shards}", shards=shards, perturb=True)
+            self._pairs[shards] = plain, moved
+        return self._pairs[shards]

@@ -39,7 +39,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from ..certify import comparison, layouts, runs
+    from ..certify import layouts, runs
+    from ..certify.certificate import Certificate
     from ..certify.settings import Settings
 
     chosen = [layouts.parse(text) for text in args.layouts]
@@ -47,26 +48,9 @@ def _run(args: argparse.Namespace) -> int:
     script = runs.Script(
         [args.script, *args.arguments], {}, Settings("", args.steps, dtype=args.dtype), args.cpu
     )
-    single = layouts.Layout("single", {})
-    worst = EQUAL
-    references: dict[int, tuple[Path, Path]] = {}
+    certificate = Certificate(script.command, args.steps, args.dtype)
+    reference = runs.Reference(script, folder)
     for layout in chosen:
-        if layout.shards not in references:
-            pair = []
-            for name in ("reference", "perturbed"):
-                record = script.record(single, folder / f"{name}-{layout.shards}", shards=layout.shards, perturb=name == "perturbed")
-                if record.info is None:
-                    messages.show(record.log.read_text()[-2000:])
-                    return FAILED
-                pair.append(record.folder)
-            references[layout.shards] = (pair[0], pair[1])
-        record = script.record(layout, folder / layout.text.replace(":", ""))
-        if record.info is None:
-            messages.show(record.log.read_text()[-2000:])
-            worst = max(worst, FAILED)
-            continue
-        found = list(comparison.differences(*references[layout.shards], record.folder))
-        messages.show(f"{layout.text}: {found[0] if found else 'equal'} ({len(found)})")
-        if found:
-            worst = max(worst, DIFFERENT)
-    return worst
+        row = certificate.add(layout.text, reference, script.record(layout, folder / layout.text.replace(":", "")))
+        messages.show(row.text())
+    return certificate.code()
