@@ -58,7 +58,9 @@ class _Facts:
         self.actual = actual[self.name]
         self.processes = int(info.get("processes", 1))
         self.shards = int(info.get("shards", 1))
-        self.same_kind = [d for d in comparison.differences if d.step == first.step and d.kind == first.kind]
+        self.same_kind = [
+            d for d in comparison.differences if d.step == first.step and d.kind == first.kind
+        ]
         self.total = sum(name.startswith(f"{first.kind}/") for name in expected)
 
     def of_batch(self) -> list[str]:
@@ -74,15 +76,25 @@ class _Facts:
         difference = self.actual.double() - self.expected.double()
         factor = factor_of(self.actual, self.expected)
         if factor is not None and abs(factor - 1) > _TOLERANCE:
-            return [f"all of it is multiplied by {factor:.4g}: a sum over ranks in place of a mean, or the reverse"]
-        rows = difference.reshape(-1, difference.shape[-1]) if difference.ndim > 1 else difference[None]
+            return [
+                f"all of it is multiplied by {factor:.4g}: a sum over ranks in place of a mean, or the reverse"
+            ]
+        rows = (
+            difference.reshape(-1, difference.shape[-1])
+            if difference.ndim > 1
+            else difference[None]
+        )
         spread = float((rows - rows[:1]).abs().max())
         if len(rows) > 1 and spread <= 1e-3 * float(rows.abs().max()):
-            return [f"the same vector is added to each row: a bias that each of {self.processes} ranks adds"]
+            return [
+                f"the same vector is added to each row: a bias that each of {self.processes} ranks adds"
+            ]
         differing = rows.abs().amax(dim=-1) > 0
         if not bool(differing.all()):
             part = f"{int(differing.sum())} of {len(differing)} rows"
-            return [f"{part} differ: a mask or the end of a sequence that is dropped, or samples that are combined"]
+            return [
+                f"{part} differ: a mask or the end of a sequence that is dropped, or samples that are combined"
+            ]
         return ["what this module combines is split over ranks: samples, a sequence, or features"]
 
     def of_loss(self) -> list[str]:
@@ -98,12 +110,18 @@ class _Facts:
         if factor is not None and abs(factor - 1) > _TOLERANCE:
             text = f"the gradient is multiplied by {factor:.4g}"
             if few:
-                return [f"{text}, and others are not: it is reduced more than once, or not by all ranks"]
-            return [f"{text}, as all are: a sum in place of a mean over {self.processes} ranks, or a loss divided twice"]
+                return [
+                    f"{text}, and others are not: it is reduced more than once, or not by all ranks"
+                ]
+            return [
+                f"{text}, as all are: a sum in place of a mean over {self.processes} ranks, or a loss divided twice"
+            ]
         if not norm(self.actual):
             return ["the gradient is zero: the layout loses it"]
         if few:
-            return ["a part of the gradient is missing: it is not reduced over the ranks that share the parameter"]
+            return [
+                "a part of the gradient is missing: it is not reduced over the ranks that share the parameter"
+            ]
         return [
             "the ranks compute a mean over unequal parts, or gradients are not averaged",
             "a backward of another order of losses",
@@ -128,7 +146,9 @@ class _Facts:
                     f"the step is multiplied by {factor:.4g}, with equal gradients: the optimizer computes a norm of the part "
                     "that a rank has, or another learning rate"
                 ]
-        return ["the gradients are equal: the optimizer combines elements of a tensor, or of several, of which a rank has a part"]
+        return [
+            "the gradients are equal: the optimizer combines elements of a tensor, or of several, of which a rank has a part"
+        ]
 
     def of_buffer(self) -> list[str]:
         return ["the buffer is not synchronized, or is written once for each part of a batch"]

@@ -14,7 +14,7 @@ import torch
 
 from ..core.version import __version__
 from .causes import causes
-from .comparison import FACTOR, Comparison, Difference, read_steps
+from .comparison import FACTOR, Comparison, Difference, Step, norm, read_steps
 from .runs import Recorded, Reference
 
 # Verdicts, and the exit code of each.
@@ -64,7 +64,9 @@ class Row:
             size = first.reason or (
                 f"differs by {first.error:.3g} (tolerance {first.tolerance:.3g}, norm {first.size:.3g})"
             )
-            lines.append(f"  step {first.step}, {DIRECTIONS[first.kind]}: {first.kind} {first.name} {size}")
+            lines.append(
+                f"  step {first.step}, {DIRECTIONS[first.kind]}: {first.kind} {first.name} {size}"
+            )
         if self.rank is not None:
             lines.append(f"  rank {self.rank} has other values than rank 0")
         lines += [f"  {cause}" for cause in self.causes]
@@ -72,9 +74,16 @@ class Row:
 
     def entry(self) -> dict[str, Any]:
         """Plain data."""
-        entry: dict[str, Any] = {"layout": self.layout, "verdict": self.verdict, "compared": self.compared}
+        entry: dict[str, Any] = {
+            "layout": self.layout,
+            "verdict": self.verdict,
+            "compared": self.compared,
+        }
         if self.difference is not None:
-            entry["difference"] = {**self.difference.__dict__, "direction": DIRECTIONS[self.difference.kind]}
+            entry["difference"] = {
+                **self.difference.__dict__,
+                "direction": DIRECTIONS[self.difference.kind],
+            }
         if self.causes:
             entry["causes"] = self.causes
         return entry
@@ -109,19 +118,28 @@ class Certificate:
         for other in (plain, moved):
             if other.info is None:
                 return _failed(f"{layout}: the reference on one process", other)
-        comparison = Comparison(read_steps(plain.folder), read_steps(run.folder), read_steps(moved.folder))
-        if not comparison.compared:
-            return Row(layout, "could not run", causes=["no step was recorded"])
+        expected, perturbed = read_steps(plain.folder), read_steps(moved.folder)
+        unseeded = _unseeded(expected, perturbed)
+        if unseeded:
+            return Row(layout, "could not run", causes=[unseeded])
+        comparison = Comparison(expected, read_steps(run.folder), perturbed)
         replicas = info.get("replicas")
         if not comparison.differences and replicas is None:
             return Row(layout, "equal", comparison.compared)
         if not comparison.differences:
-            first = Difference(replicas["step"], "parameter", replicas["name"], reason="is not the same on each rank")
+            first = Difference(
+                replicas["step"],
+                "parameter",
+                replicas["name"],
+                reason="is not the same on each rank",
+            )
             return Row(layout, "different", comparison.compared, first, replicas["rank"])
         first = comparison.differences[0]
         draws = plain.info["draws"] if plain.info else []
         if draws and first.kind == "output":
-            reason = f"{', '.join(draws[:5])} draws random numbers, which differ between ranks by design"
+            reason = (
+                f"{', '.join(draws[:5])} draws random numbers, which differ between ranks by design"
+            )
             return Row(layout, "not comparable", comparison.compared, first, causes=[reason])
         likely = causes(comparison, info)
         rank = None if replicas is None else replicas["rank"]
@@ -140,7 +158,11 @@ class Certificate:
         return {
             "command": list(self.command),
             "script_sha256": hashlib.sha256(Path(self.command[0]).read_bytes()).hexdigest(),
-            "versions": {"accelerate": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            "versions": {
+                "accelerate": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
             "steps": self.steps,
             "dtype": self.dtype or "own",
             "tolerance": f"{FACTOR:g} times the effect of parameters moved by one unit in the last place",
@@ -148,7 +170,29 @@ class Certificate:
         }
 
 
+def _unseeded(expected: list[Step], perturbed: list[Step]) -> str:
+    """Why two runs of the script on one process are not the same one; an empty text if they are."""
+    first, second = expected[0], perturbed[0]
+    if not any(name.startswith("batch/") for name in first):
+        return "the script reads no prepared loader before its first step: give its DataLoader to accelerator.prepare"
+    for name, tensor in first.items():
+        kind, _, plain = name.partition("/")
+        other = second.get(name)
+        if other is None or other.shape != tensor.shape:
+            return f"two runs on one process have another {kind} {plain}: set a seed before the model and the data are made"
+        if kind == "batch" and not torch.equal(tensor, other):
+            return "two runs on one process read other samples: set a seed (accelerate.utils.set_seed) before the loop"
+        if kind == "output" and norm(tensor, other) > 1e-2 * norm(tensor):
+            return "two runs on one process begin with other parameters: set a seed before the model is made"
+    return ""
+
+
 def _failed(layout: str, run: Recorded) -> Row:
+    if run.code == 0:
+        reason = f"the script ended before its optimizer had made the steps to compare ({run.log}): give --steps fewer"
+        return Row(layout, "could not run", causes=[reason])
     lines = run.log.read_text(errors="replace").splitlines()
     errors = [line for line in lines if line.strip()]
-    return Row(layout, "could not run", causes=[f"the run ended with code {run.code}:", *errors[-_LINES:]])
+    return Row(
+        layout, "could not run", causes=[f"the run ended with code {run.code}:", *errors[-_LINES:]]
+    )

@@ -73,7 +73,12 @@ class Comparison:
         typical = statistics.median(spreads.values()) if spreads else 0.0
         for name in names:
             difference = self._difference(
-                number, kind, name, expected[name], actual.get(name), max(spreads.get(name, 0.0), typical)
+                number,
+                kind,
+                name,
+                expected[name],
+                actual.get(name),
+                max(spreads.get(name, 0.0), typical),
             )
             if difference is not None:
                 self.differences.append(difference)
@@ -106,7 +111,9 @@ class Comparison:
                 return None
             reason = "the layout has no such tensor"
             if actual is not None:
-                reason = f"its shape is {list(actual.shape)}, and {list(expected.shape)} on one process"
+                reason = (
+                    f"its shape is {list(actual.shape)}, and {list(expected.shape)} on one process"
+                )
             return Difference(step, kind, plain, reason=reason)
         self.compared[kind] = self.compared.get(kind, 0) + 1
         error, size = norm(actual, expected), norm(expected)
@@ -155,4 +162,3 @@ def factor_of(actual: torch.Tensor, expected: torch.Tensor) -> float | None:
     if rest > 1e-3 * abs(factor) * size**0.5:
         return None
     return factor
-

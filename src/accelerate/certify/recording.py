@@ -50,7 +50,9 @@ class _Watch:
         draws: gets the name of a module that draws random numbers itself.
     """
 
-    def __init__(self, name: str, outputs: list[tuple[str, torch.Tensor]], draws: list[str]) -> None:
+    def __init__(
+        self, name: str, outputs: list[tuple[str, torch.Tensor]], draws: list[str]
+    ) -> None:
         self._name = name
         self._outputs = outputs
         self._draws = draws
@@ -115,7 +117,9 @@ class RecordedRun(RunObserver):
             return
         model = extract_model_from_parallel(prepared.module)
         for name, module in model.named_modules():
-            watch = _Watch(self._prefix(prepared) + canonical_name(name), self._outputs, self._draws)
+            watch = _Watch(
+                self._prefix(prepared) + canonical_name(name), self._outputs, self._draws
+            )
             self._handles.append(module.register_forward_pre_hook(watch.before_forward))
             self._handles.append(module.register_forward_hook(watch.after_forward))
 
@@ -146,8 +150,13 @@ class RecordedRun(RunObserver):
                     self._add("gradient", self._prefix(prepared), gradients)
         index = run.objects.optimizers.index(optimizer)
         for i, group in enumerate(optimizer.param_groups):
-            values = {name: value for name, value in group.items() if isinstance(value, int | float)}
-            options = {f"group {i} {name}": torch.tensor(float(value), dtype=torch.float64) for name, value in values.items()}
+            values = {
+                name: value for name, value in group.items() if isinstance(value, int | float)
+            }
+            options = {
+                f"group {i} {name}": torch.tensor(float(value), dtype=torch.float64)
+                for name, value in values.items()
+            }
             self._add("options", f"optimizer {index} " if index else "", options)
 
     def after_step(self, optimizer: AcceleratedOptimizer) -> None:
@@ -218,17 +227,25 @@ class RecordedRun(RunObserver):
         state = run.objects.prepared_optimizers()[index].state_dict()
         self._info["names"].setdefault(str(index), self._parameter_names(run, optimizer))
         for name, values in state.get("state", {}).items():
-            tensors = {f"{name} {kind}": value for kind, value in values.items() if isinstance(value, torch.Tensor)}
+            tensors = {
+                f"{name} {kind}": value
+                for kind, value in values.items()
+                if isinstance(value, torch.Tensor)
+            }
             self._add("state", f"optimizer {index} " if index else "", tensors)
 
-    def _parameter_names(self, run: RunCheckpoints, optimizer: AcceleratedOptimizer) -> dict[Any, str]:
+    def _parameter_names(
+        self, run: RunCheckpoints, optimizer: AcceleratedOptimizer
+    ) -> dict[Any, str]:
         """The names of an optimizer's parameters by their index, where this process has them all."""
         names: dict[int, str] = {}
         for prepared in run.objects.models:
             for name, parameter in prepared.inner.named_parameters():
                 names[id(parameter)] = self._prefix(prepared) + canonical_name(name)
         by_index: dict[Any, str] = {}
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         for i, parameter in enumerate(parameters):
             if id(parameter) in names:
                 by_index[i] = names[id(parameter)]
@@ -237,7 +254,9 @@ class RecordedRun(RunObserver):
     def _add(self, kind: str, prefix: str, tensors: dict[str, Any]) -> None:
         for name, value in tensors.items():
             if isinstance(value, torch.Tensor):
-                self._tensors[f"{kind}/{prefix}{name}"] = _plain(value.detach()).to("cpu", copy=True)
+                self._tensors[f"{kind}/{prefix}{name}"] = _plain(value.detach()).to(
+                    "cpu", copy=True
+                )
 
     def _prefix(self, prepared: PreparedModel) -> str:
         run = self._run()

@@ -19,9 +19,23 @@ from ..data_loader.order import Order, capture, restore
 from ..data_loader.steps import ReadPlan, ShardStep, StreamPosition
 from ..parallel.gradients import local
 
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 # Attributes with the probability of dropout, of modules that call the function.
-_PROBABILITIES = ("dropout", "dropout_p", "p_dropout", "attention_dropout", "attn_dropout", "dropout_prob")
+_PROBABILITIES = (
+    "dropout",
+    "dropout_p",
+    "p_dropout",
+    "attention_dropout",
+    "attn_dropout",
+    "dropout_prob",
+)
 
 
 class JoinedLoader(DataLoaderShard):
@@ -123,7 +137,11 @@ def join_shards(
 def _independent(loader: DataLoader[Any]) -> DataLoader[Any]:
     """The loader with samplers and a generator of its own."""
     memo = {id(loader.dataset): loader.dataset}
-    names = [name for name in ("sampler", "batch_sampler", "generator") if getattr(loader, name, None) is not None]
+    names = [
+        name
+        for name in ("sampler", "batch_sampler", "generator")
+        if getattr(loader, name, None) is not None
+    ]
     copies = {name: copy.deepcopy(getattr(loader, name), memo) for name in names}
     return cast("DataLoader[Any]", altered(loader, **copies))
 

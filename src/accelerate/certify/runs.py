@@ -68,7 +68,13 @@ class Script:
         config_file = folder / "config.yaml"
         config_file.write_text(yaml.safe_dump(configuration))
         log = folder / "log.txt"
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_file)]
+        command = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            str(config_file),
+        ]
         with log.open("w") as output:
             code = subprocess.run(
                 [*command, *self.command],
@@ -97,6 +103,8 @@ class Reference:
         if shards not in self._pairs:
             single = Layout("single", {})
             plain = self.script.record(single, self.folder / f"reference-{shards}", shards=shards)
-            moved = self.script.record(single, self.folder / f"perturbed-{shards}", shards=shards, perturb=True)
+            moved = self.script.record(
+                single, self.folder / f"perturbed-{shards}", shards=shards, perturb=True
+            )
             self._pairs[shards] = plain, moved
         return self._pairs[shards]

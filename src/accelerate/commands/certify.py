@@ -21,9 +21,20 @@ def parser() -> argparse.ArgumentParser:
         prog="accelerate certify",
         description="Run a script for a few optimizer steps on one process and in each layout, and compare what it trains.",
     )
-    made.add_argument("--layouts", "--layout", nargs="+", required=True, metavar="LAYOUT", help="Layouts, such as ddp:2 or fsdp:2xtp:2.")
-    made.add_argument("--steps", type=int, default=4, metavar="N", help="Optimizer steps to compare.")
-    made.add_argument("--dtype", help="Type of the model's tensors, such as float64. Default: its own.")
+    made.add_argument(
+        "--layouts",
+        "--layout",
+        nargs="+",
+        required=True,
+        metavar="LAYOUT",
+        help="Layouts, such as ddp:2 or fsdp:2xtp:2.",
+    )
+    made.add_argument(
+        "--steps", type=int, default=4, metavar="N", help="Optimizer steps to compare."
+    )
+    made.add_argument(
+        "--dtype", help="Type of the model's tensors, such as float64. Default: its own."
+    )
     made.add_argument("--folder", help="Folder of the records. Default: a temporary one.")
     made.add_argument("--cpu", action="store_true", help="Run on the CPU.")
     made.add_argument("script", help="The script.")
@@ -51,6 +62,8 @@ def _run(args: argparse.Namespace) -> int:
     certificate = Certificate(script.command, args.steps, args.dtype)
     reference = runs.Reference(script, folder)
     for layout in chosen:
-        row = certificate.add(layout.text, reference, script.record(layout, folder / layout.text.replace(":", "")))
+        row = certificate.add(
+            layout.text, reference, script.record(layout, folder / layout.text.replace(":", ""))
+        )
         messages.show(row.text())
     return certificate.code()
