@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .certify.recording import RecordedRun
 from .certify.reference import join_shards
 from .certify.settings import read as read_settings
 from .checkpointing.loading import LoadReport
@@ -270,9 +269,12 @@ class Accelerator(RunInterface):
         plan_file = env.get("ACCELERATE_PLAN_FILE")
         if plan_file:
             self._loop.add(PlannedRun(plan_file, self.state.device))
-        self._certified = read_settings()
-        if self._certified is not None:
-            self._loop.add(RecordedRun(self._certified, self._checkpoints))
+        self._recorded = read_settings()
+        if self._recorded is not None:
+            # It imports torch's tensors of several devices, which are slow to import.
+            from .certify.recording import RecordedRun
+
+            self._loop.add(RecordedRun(self._recorded, self._checkpoints))
         self._recorder = start_recorder(telemetry, project, self.strategy.data_shard[1])
         if self._recorder is not None:
             self._loop.add(self._recorder)
@@ -674,11 +676,16 @@ class Accelerator(RunInterface):
             split_batches=self.split_batches,
         )
         if not self.split_batches:
-            prepared.steps_per_call = self.strategy.data_shard[1]
-            if self._certified is not None and self._certified.shards:
-                prepared.steps_per_call = self._certified.shards
+            prepared.steps_per_call = self._data_shards
         self._objects.schedulers.append(prepared)
         return prepared
+
+    @property
+    def _data_shards(self) -> int:
+        """How many shards the data has: those of the layout, or those that this process reads as one."""
+        if self._recorded is not None and self._recorded.shards:
+            return self._recorded.shards
+        return self.strategy.data_shard[1]
 
     def prepare_data_loader(
         self,
@@ -703,32 +710,35 @@ class Accelerator(RunInterface):
         config = self.dataloader_config
         if device_placement is None:
             device_placement = self.device_placement and config.device_placement is None
-        index, count = self.strategy.data_shard
-        certified = self._certified
-        if certified is not None and certified.shards > 1:
-            count = certified.shards
-        prepare = functools.partial(
-            prepare_data_loader,
-            device=self.device,
-            num_processes=count,
-            split_batches=config.split_batches,
-            put_on_device=device_placement,
-            rng_types=list(self.rng_types),
-            dispatch_batches=config.dispatch_batches,
-            even_batches=config.even_batches,
-            slice_fn_for_dispatch=slice_fn_for_dispatch,
-            use_seedable_sampler=config.use_seedable_sampler,
-            data_seed=config.data_seed,
-            non_blocking=config.non_blocking,
-            use_stateful_dataloader=config.use_stateful_dataloader,
-            torch_device_mesh=self.torch_device_mesh,
+        replaceable: dict[str, Any] = {}
+        if self._exact:
             # Some packages replace the function by one with the API's arguments.
-            **({"exact": True} if self._exact else {}),
-        )
-        if certified is not None and certified.shards > 1:
-            prepared = join_shards(data_loader, count, prepare)
+            replaceable["exact"] = True
+
+        def prepare(loader: DataLoader[Any], shard: int) -> DataLoader[Any]:
+            return prepare_data_loader(
+                loader,
+                self.device,
+                num_processes=self._data_shards,
+                process_index=shard,
+                split_batches=config.split_batches,
+                put_on_device=device_placement,
+                rng_types=list(self.rng_types),
+                dispatch_batches=config.dispatch_batches,
+                even_batches=config.even_batches,
+                slice_fn_for_dispatch=slice_fn_for_dispatch,
+                use_seedable_sampler=config.use_seedable_sampler,
+                data_seed=config.data_seed,
+                non_blocking=config.non_blocking,
+                use_stateful_dataloader=config.use_stateful_dataloader,
+                torch_device_mesh=self.torch_device_mesh,
+                **replaceable,
+            )
+
+        if self._recorded is not None and self._recorded.shards > 1:
+            prepared = join_shards(data_loader, self._recorded.shards, prepare)
         else:
-            prepared = prepare(data_loader, process_index=index)
+            prepared = prepare(data_loader, self.strategy.data_shard[0])
         self._objects.dataloaders.append(prepared)
         self._checkpoints.controller.add_loader(prepared)
         prepared.loop = self._loop

@@ -129,8 +129,8 @@ class _Facts:
 
     def of_options(self) -> list[str]:
         return [
-            f"{float(self.expected):.6g} on one process, {float(self.actual):.6g} in the layout: the script multiplies it by "
-            "the number of processes, or a schedule makes another number of steps"
+            f"{float(self.expected):.6g} on one process, {float(self.actual):.6g} in the layout: the script "
+            "multiplies it by the number of processes, or a schedule makes another number of steps"
         ]
 
     def of_parameter(self) -> list[str]:
@@ -143,11 +143,12 @@ class _Facts:
             factor = factor_of(self.actual.double() - start, self.expected.double() - start)
             if factor is not None and abs(factor - 1) > _TOLERANCE:
                 return [
-                    f"the step is multiplied by {factor:.4g}, with equal gradients: the optimizer computes a norm of the part "
-                    "that a rank has, or another learning rate"
+                    f"the step is multiplied by {factor:.4g}, with equal gradients: the optimizer computes a norm of "
+                    "the part that a rank has, or another learning rate"
                 ]
         return [
-            "the gradients are equal: the optimizer combines elements of a tensor, or of several, of which a rank has a part"
+            "the gradients are equal: the optimizer combines elements of a tensor, or of several, of which a rank "
+            "has a part"
         ]
 
     def of_buffer(self) -> list[str]:

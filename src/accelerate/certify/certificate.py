@@ -124,9 +124,9 @@ class Certificate:
             return Row(layout, "could not run", causes=[unseeded])
         comparison = Comparison(expected, read_steps(run.folder), perturbed)
         replicas = info.get("replicas")
-        if not comparison.differences and replicas is None:
-            return Row(layout, "equal", comparison.compared)
         if not comparison.differences:
+            if replicas is None:
+                return Row(layout, "equal", comparison.compared)
             first = Difference(
                 replicas["step"],
                 "parameter",
@@ -179,7 +179,10 @@ def _unseeded(expected: list[Step], perturbed: list[Step]) -> str:
         kind, _, plain = name.partition("/")
         other = second.get(name)
         if other is None or other.shape != tensor.shape:
-            return f"two runs on one process have another {kind} {plain}: set a seed before the model and the data are made"
+            return (
+                f"two runs on one process have another {kind} {plain}: set a seed before the model and the data are "
+                "made"
+            )
         if kind == "batch" and not torch.equal(tensor, other):
             return "two runs on one process read other samples: set a seed (accelerate.utils.set_seed) before the loop"
         if kind == "output" and norm(tensor, other) > 1e-2 * norm(tensor):

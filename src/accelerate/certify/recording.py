@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..core.modules import class_name
 from ..core.observers import RunObserver
@@ -299,10 +300,9 @@ def _world() -> int:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor of a sharded one. All ranks call it."""
-    full = getattr(tensor, "full_tensor", None)
-    if full is None:
-        return tensor
-    return full()
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor
 
 
 def _from_shards(shard: tuple[int, int], value: Any) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ class JoinedLoader(DataLoaderShard):
     others: list[PreparedLoader]
 
     @property
-    def batch_weight(self) -> float:  # type: ignore[override]
+    def batch_weight(self) -> float:
         """That of all samples of a step."""
         return 1.0
 
@@ -111,7 +111,7 @@ def join_shards(
     Args:
         loader: the user's loader.
         shards: their number.
-        prepare: makes the loader of a shard, called as `(loader, process_index=)`.
+        prepare: makes the loader of a shard, called as `(loader, shard)`.
 
     Raises:
         PrepareError: batches are read by one process for all, whose shards are slices of one batch already.
@@ -122,7 +122,7 @@ def join_shards(
     for index, source in enumerate(copies):
         # Each process draws the seed of its sampler from the same state.
         restore(states)
-        prepared.append(prepare(source, process_index=index))
+        prepared.append(prepare(source, index))
     first = prepared[0]
     if not isinstance(first, PreparedLoader) or type(first) is not DataLoaderShard:
         raise PrepareError(
@@ -130,8 +130,8 @@ def join_shards(
             "layout as the reference: --reference ddp:2"
         )
     joined = JoinedLoader.around(first.base_dataloader, **first.options())
-    joined.others = prepared[1:]  # type: ignore[attr-defined]
-    return cast("DataLoader[Any]", joined)
+    joined.others = prepared[1:]
+    return joined
 
 
 def _independent(loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -143,7 +143,7 @@ def _independent(loader: DataLoader[Any]) -> DataLoader[Any]:
         if getattr(loader, name, None) is not None
     ]
     copies = {name: copy.deepcopy(getattr(loader, name), memo) for name in names}
-    return cast("DataLoader[Any]", altered(loader, **copies))
+    return altered(loader, **copies)
 
 
 def remove_dropout(model: nn.Module) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from ..core import env
 from .layouts import Layout
 from .settings import VARIABLE, Settings
 
@@ -80,7 +80,7 @@ class Script:
                 [*command, *self.command],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, VARIABLE: str(settings_file)},
+                env=env.child_environment({VARIABLE: settings_file}),
             ).returncode
         return Recorded(folder, code, log)
 

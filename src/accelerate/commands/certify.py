@@ -19,7 +19,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of `accelerate certify`."""
     made = Parser(
         prog="accelerate certify",
-        description="Run a script for a few optimizer steps on one process and in each layout, and compare what it trains.",
+        description="Run a script for a few optimizer steps on one process and in each layout, and compare what it "
+        "trains.",
     )
     made.add_argument(
         "--layouts",

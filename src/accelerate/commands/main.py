@@ -17,6 +17,10 @@ from ..core import messages
 Entry: TypeAlias = Callable[[], None]
 # name -> module of this package with `parser()` and `main(arguments)`, and what it is for
 COMMANDS = {
+    "certify": (
+        "certify",
+        "check that a script trains the same model in a layout as on one process",
+    ),
     "checkpoint": ("checkpoint", "list checkpoints and verify their checksums"),
     "completion": ("completion", "print the completion script of bash, zsh or fish"),
     "config": ("config", "write, update and show the configuration of launches"),
