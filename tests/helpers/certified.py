@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs of a test, recorded one after another on ranks that are started once, and the verdicts on them."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import yaml
+from states import reset_states
+
+from accelerate.certify.certificate import Certificate, Row
+from accelerate.certify.layouts import parse
+from accelerate.certify.runs import Recorded
+from accelerate.certify.settings import VARIABLE, Settings
+from accelerate.config import launch_file
+from accelerate.config.launch_settings import resolve_settings
+from accelerate.launchers.plan import variables
+from accelerate.state import PartialState
+
+# A program of a test: what a script does, in a function at the top level of a module.
+Program = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class RunsOnOne:
+    """The recorded runs of a program on one process, in place of `runs.Reference`."""
+
+    plain: Recorded
+    moved: Recorded
+
+    def runs(self, shards: int) -> tuple[Recorded, Recorded]:
+        return self.plain, self.moved
+
+
+def environment(layout: str, folder: Path) -> dict[str, str | None]:
+    """The variables that a launch sets on each rank of a layout."""
+    file = folder / f"{layout.replace(':', '')}.yaml"
+    file.write_text(yaml.safe_dump(parse(layout).configuration(cpu=True)))
+    return {**variables(resolve_settings({}, launch_file.read(file))), "OMP_NUM_THREADS": "1"}
+
+
+def record(programs: Sequence[Program], folder: Path, runs: dict[str, dict[str, Any]]) -> None:
+    """Record each program on this rank: once for each of the runs, given as {name: settings}."""
+    # Each of the runs ends, and the next one uses the same process group.
+    with mock.patch.object(PartialState, "destroy_process_group"):
+        for program in programs:
+            for name, settings in runs.items():
+                record_one(program, folder / program.__name__ / name, settings)
+
+
+def record_one(program: Program, folder: Path, settings: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    rank = os.environ.get("RANK", "0")
+    file = folder / f"settings-{rank}.json"
+    Settings(str(folder), **settings).write(file)
+    reset_states()
+    os.environ[VARIABLE] = str(file)
+    try:
+        program()
+    except SystemExit:
+        pass
+    except Exception:
+        (folder / f"error-{rank}.txt").write_text(traceback.format_exc())
+    finally:
+        del os.environ[VARIABLE]
+        torch.set_default_dtype(torch.float32)
+
+
+def recorded(folder: Path) -> Recorded:
+    errors = sorted(folder.glob("error-*.txt"))
+    log = folder / "log.txt"
+    log.write_text("".join(file.read_text() for file in errors))
+    return Recorded(folder, 1 if errors else 0, log)
+
+
+def verdicts(
+    ranks: Any,
+    record_on_rank: Callable[..., None],
+    names: list[str],
+    layout: str,
+    folder: Path,
+    steps: int,
+) -> dict[str, Row]:
+    """The verdict on each program of a layout.
+
+    Args:
+        ranks: the fixture.
+        record_on_rank: of the test module, called as `(names, folder, runs)`.
+        names: of the programs.
+        layout: such as ddp:2.
+        folder: of the records.
+        steps: optimizer steps.
+    """
+    parsed = parse(layout)
+    variables = environment(layout, folder)
+    own = {"layout": {"steps": steps}}
+    single = {
+        "plain": {"steps": steps, "shards": parsed.shards},
+        "moved": {"steps": steps, "shards": parsed.shards, "perturb": True},
+    }
+    ranks(parsed.processes).run(record_on_rank, names, folder, own, env=variables)
+    ranks(1).run(record_on_rank, names, folder, single, env={"ACCELERATE_USE_CPU": "true"})
+    rows = {name: verdict(name, layout, folder, steps) for name in names}
+    for name, row in rows.items():
+        print(f"--- {name}\n{row.text()}")
+    return rows
+
+
+def verdict(name: str, layout: str, folder: Path, steps: int) -> Row:
+    """The verdict on a recorded program."""
+    own = folder / name
+    reference = RunsOnOne(recorded(own / "plain"), recorded(own / "moved"))
+    certificate = Certificate([__file__], steps)
+    return certificate.add(layout, reference, recorded(own / "layout"))  # type: ignore[arg-type]
