@@ -6,76 +6,38 @@ Every rank takes part. Rank 0 writes one file for each step: names and full tens
 
 from __future__ import annotations
 
-import contextlib
+import atexit
+import itertools
 import json
 import weakref
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..core.modules import class_name
 from ..core.observers import RunObserver
-from ..core.trees import leaves
-from ..gradient_state import GradientState
-from ..optimizer import AcceleratedOptimizer
-from ..parallel.gradients import local
-from ..parallel.prepared import PreparedModel
-from ..parallel.unwrap import canonical_name, extract_model_from_parallel
+from ..core.trees import children, leaves
+from ..optimizer import AcceleratedOptimizer, is_optimizer, parameters_of
+from ..parallel.prepared import PreparedModel, PreparedOptimizer
+from ..parallel.sharded import ShardedModel
+from ..parallel.unwrap import canonical_name, named_parameters
 from ..run.checkpoints import RunCheckpoints
-from ..torch_internals.compiled import uncompiled
+from ..runtime import mesh
+from .forward import FirstForward
+from .joining import Tensors, different_replica, from_ranks, join, on_all_ranks, plain, rank
 from .reference import perturb, remove_dropout
 from .settings import Settings
 
-# Elements that are kept of a tensor of a large model, at positions that depend on its name alone.
-ELEMENTS = 4096
-# Bytes of a model from which only so many elements are kept.
+# Bytes of models from which only some elements of each tensor are kept.
 LARGE = 1 << 30
 # What the file of a step has of it, in this order.
 KINDS = ("batch", "output", "loss", "gradient", "options", "parameter", "buffer", "state")
-
-Tensors = dict[str, torch.Tensor]
-
-
-class _Watch:
-    """Hooks of the first forwards of a module.
-
-    Args:
-        name: of the module.
-        outputs: gets the name and the first tensor that the module returns.
-        draws: gets the name of a module that draws random numbers itself.
-    """
-
-    def __init__(
-        self, name: str, outputs: list[tuple[str, torch.Tensor]], draws: list[str]
-    ) -> None:
-        self._name = name
-        self._outputs = outputs
-        self._draws = draws
-        self._state = torch.empty(0)
-        self._drawn = 0
-
-    def before_forward(self, module: nn.Module, args: Any) -> None:
-        """Note the state of the generator."""
-        self._state = torch.get_rng_state()
-        self._drawn = len(self._draws)
-
-    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Note what the module has returned."""
-        if not torch.is_grad_enabled():
-            return
-        draws_inside = len(self._draws) > self._drawn
-        if not draws_inside and not torch.equal(self._state, torch.get_rng_state()):
-            self._draws.append(self._name)
-        for tensor in leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
-                self._outputs.append((self._name, _plain(tensor.detach()).clone()))
-                return
+# How `--layouts` names dimensions of a mesh.
+_DIMENSIONS = {"dp_replicate": "ddp", "dp_shard": "fsdp"}
 
 
 class RecordedRun(RunObserver):
@@ -90,83 +52,90 @@ class RecordedRun(RunObserver):
         self._settings = settings
         self._run = weakref.ref(run)
         self._folder = Path(settings.folder)
+        self._forward = FirstForward()
         # Of the present step.
         self._tensors: Tensors = {}
-        self._losses: list[tuple[torch.Tensor, Any, float]] = []
+        self._losses: list[tuple[torch.Tensor, float]] = []
         self._batches: list[list[torch.Tensor]] = []
-        self._draws: list[str] = []
-        self._handles: list[Any] = []
-        self._outputs: list[tuple[str, torch.Tensor]] = []
         self._counts: weakref.WeakKeyDictionary[AcceleratedOptimizer, int] = (
             weakref.WeakKeyDictionary()
         )
         self._steps = 0
-        self._info: dict[str, Any] = {"steps": 0, "loaders": 0, "draws": [], "names": {}}
+        # Of the first rank in each shard of the data.
+        self._readers: list[int] = []
+        self._info: dict[str, Any] = {}
 
     # -- the events
 
     def after_prepare(self, prepared: Any) -> None:
         """Change a model as the settings say, and watch its first forward."""
-        if not isinstance(prepared, PreparedModel):
+        run = self._run()
+        if run is None or not isinstance(prepared, PreparedModel):
             return
         if not self._settings.dropout:
             remove_dropout(prepared.module)
         if self._settings.perturb:
             perturb(prepared.module)
-        if uncompiled(prepared.module) is not prepared.module:
-            # A hook would have it compiled again.
-            return
-        model = extract_model_from_parallel(prepared.module)
-        for name, module in model.named_modules():
-            watch = _Watch(
-                self._prefix(prepared) + canonical_name(name), self._outputs, self._draws
-            )
-            self._handles.append(module.register_forward_pre_hook(watch.before_forward))
-            self._handles.append(module.register_forward_hook(watch.after_forward))
+        if self._steps == 0:
+            prefix = _prefix(len(run.objects.models), prepared)
+            self._forward.watch(prepared, prefix, run.strategy)
 
     def batch(self, loader: Any, data: Any) -> None:
-        """Note what the loop reads."""
-        self._info["loaders"] = max(self._info["loaders"], 1)
-        tensors = [tensor.detach() for tensor in leaves(data) if isinstance(tensor, torch.Tensor)]
-        self._batches.append([tensor for tensor in tensors if tensor.ndim])
+        """Note what the loop reads. It may change that in place."""
+        tensors = [tensor for tensor in leaves(data) if tensor.ndim]
+        self._batches.append([tensor.detach().to("cpu", copy=True) for tensor in tensors])
+
+    def before_backward(self, loss: Any) -> None:
+        """What is computed from here on is computed again, or is that of another batch."""
+        self._forward.stop()
 
     def after_backward(self, loss: Any, num_items: Any) -> None:
-        """Note the loss."""
+        """Note the loss and its weight in the mean over ranks."""
         run = self._run()
-        if run is not None and isinstance(loss, torch.Tensor):
-            self._losses.append((loss.detach(), num_items, run.accumulation.weight))
+        if run is None or not isinstance(loss, torch.Tensor):
+            return
+        weight = run.accumulation.weight
+        if num_items is not None:
+            weight = float(num_items)
+        self._losses.append((plain(loss.detach()), weight))
 
     def before_step(
         self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None
     ) -> None:
-        """Record what the step uses."""
+        """Record gradients and the options of the optimizer."""
         run = self._run()
-        if run is None or not GradientState().sync_gradients:
+        if run is None or optimizer not in run.objects.optimizers:
             return
-        self._record_inputs(run)
         if closure is None:
-            for prepared in run.objects.models:
-                if prepared.trains_with(optimizer.optimizer):
-                    gradients = _gradients(prepared, run)
-                    self._add("gradient", self._prefix(prepared), gradients)
-        index = run.objects.optimizers.index(optimizer)
+            gradients: Tensors = {}
+            for prefix, prepared in _models(run):
+                if _is_readable(prepared) and prepared.trains_with(optimizer.optimizer):
+                    prepared.reshard()
+                    for name, parameter in _parameters(prepared):
+                        if parameter.grad is not None:
+                            gradients[prefix + name] = parameter.grad
+                        elif parameter.requires_grad:
+                            gradients[prefix + name] = torch.zeros_like(parameter)
+            self._record(run, "gradient", gradients)
         for i, group in enumerate(optimizer.param_groups):
-            values = {
-                name: value for name, value in group.items() if isinstance(value, int | float)
-            }
-            options = {
-                f"group {i} {name}": torch.tensor(float(value), dtype=torch.float64)
-                for name, value in values.items()
-            }
-            self._add("options", f"optimizer {index} " if index else "", options)
+            options = {key: value for key, value in group.items() if key != "params"}
+            prefix = f"options/{_optimizer_prefix(run, optimizer)}group {i}"
+            for name, value in _numbers(prefix, options):
+                self._tensors[name] = value.to("cpu", copy=True)
 
     def after_step(self, optimizer: AcceleratedOptimizer) -> None:
-        """Record what the step has changed, and end the run after the last one."""
+        """Record what the step has used and changed, and end the run after the last one."""
         run = self._run()
-        if run is None or not GradientState().sync_gradients:
+        if run is None or optimizer not in run.objects.optimizers:
             return
-        self._record_models(run)
-        self._record_state(run, optimizer)
+        self._record_inputs(run)
+        models = [prepared.module for prepared in run.objects.models]
+        contexts = [prepared.swappable() for prepared in run.objects.models]
+        for prepared in run.objects.models:
+            prepared.reshard()
+        with run.precision.swap_in_master_weights(models, [optimizer.optimizer], contexts):
+            self._record_models(run)
+            self._record_state(run, optimizer)
         self._write()
         self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         counts = [self._counts.get(other, 0) for other in run.objects.optimizers]
@@ -176,152 +145,200 @@ class RecordedRun(RunObserver):
     # -- parts of a step
 
     def _record_inputs(self, run: RunCheckpoints) -> None:
-        shard = run.strategy.data_shard
-        for i, parts in enumerate(_batches(_from_shards(shard, self._batches))):
+        if not self._readers:
+            shards = on_all_ranks(run.strategy.data_shard[0])
+            self._readers = [shards.index(shard) for shard in sorted(set(shards))]
+        losses = [(float(loss), weight) for loss, weight in self._losses]
+        for i, shares in enumerate(zip(*from_ranks(losses), strict=False)):
+            mean = torch.tensor(_weighted_mean(shares), dtype=self._losses[i][0].dtype)
+            self._tensors[f"loss/{i}"] = mean
+        batches, outputs = [], {}
+        if rank() in self._readers:
+            batches = self._batches
+            outputs = self._forward.outputs
+        for i, parts in enumerate(_batches(self._of_readers(batches))):
             for j, tensor in enumerate(parts):
-                self._add("batch", "", {f"{i}.{j}": tensor})
-        losses = [(float(loss), _count(items), weight) for loss, items, weight in self._losses]
-        for i, shares in enumerate(zip(*_from_shards(shard, losses), strict=False)):
-            joined_loss = torch.tensor(_weighted_mean(shares), dtype=self._losses[i][0].dtype)
-            self._add("loss", "", {str(i): joined_loss})
+                self._tensors[f"batch/{i}.{j}"] = tensor
         if self._steps == 0:
-            joined = _from_shards(shard, self._outputs)
-            for (name, first), *others in zip(*joined, strict=False):
-                parts = [first, *(tensor for _, tensor in others)]
-                self._add("output", "", {name: _joined(parts)})
-            self._info["draws"] = sorted(set(self._draws))
-            for handle in self._handles:
-                handle.remove()
-        self._outputs.clear()
+            self._forward.stop()
+            self._record_outputs(self._of_readers(outputs))
+            self._forward.outputs.clear()
         self._batches, self._losses = [], []
 
-    def _record_models(self, run: RunCheckpoints) -> None:
-        for prepared in run.objects.models:
-            with _shards(prepared, run):
-                state = prepared.state_dict()
-            if _world() > 1 and not prepared.is_partial:
-                self._compare_replicas(prepared)
-            names = prepared.trained_names()
-            parameters = {name: value for name, value in state.items() if name in names}
-            others = {name: value for name, value in state.items() if name not in names}
-            self._add("parameter", self._prefix(prepared), parameters)
-            self._add("buffer", self._prefix(prepared), others)
+    def _of_readers(self, value: Any) -> list[Any]:
+        values = from_ranks(value)
+        if values:
+            return [values[reader] for reader in self._readers]
+        return []
 
-    def _compare_replicas(self, prepared: PreparedModel) -> None:
-        """Note the first tensor of a model whose values differ between the ranks that have all of it."""
-        sums = [
-            (canonical_name(name), float(tensor.detach().double().sum()))
-            for name, tensor in prepared.inner.state_dict().items()
-            if isinstance(tensor, torch.Tensor)
-        ]
-        for rank, others in enumerate(_from_ranks(sums)):
-            for (name, value), (_, other) in zip(sums, others, strict=False):
-                if value != other and "replicas" not in self._info:
-                    self._info["replicas"] = {
-                        "step": self._steps + 1,
-                        "name": self._prefix(prepared) + name,
-                        "rank": rank,
-                    }
+    def _record_outputs(self, readers: list[dict[str, list[torch.Tensor]]]) -> None:
+        for name in readers[0] if readers else ():
+            calls = [outputs.get(name, []) for outputs in readers]
+            for i, parts in enumerate(zip(*calls, strict=False)):
+                call = f" (call {i + 1})" if i else ""
+                self._tensors[f"output/{name}{call}"] = _joined(parts)
+
+    def _record_models(self, run: RunCheckpoints) -> None:
+        parameters: Tensors = {}
+        buffers: Tensors = {}
+        for prefix, prepared in _models(run):
+            if _is_readable(prepared):
+                state = prepared.inner.state_dict()
+            else:
+                state = prepared.state_dict()
+            names = {name for name, _ in named_parameters(prepared.inner, remove_duplicate=False)}
+            for name, value in state.items():
+                if not isinstance(value, torch.Tensor) or value.is_meta:
+                    continue
+                if canonical_name(name) in names:
+                    parameters[prefix + canonical_name(name)] = value
+                else:
+                    buffers[prefix + canonical_name(name)] = value
+        self._record(run, "parameter", parameters)
+        self._record(run, "buffer", buffers)
 
     def _record_state(self, run: RunCheckpoints, optimizer: AcceleratedOptimizer) -> None:
-        index = run.objects.optimizers.index(optimizer)
-        state = run.objects.prepared_optimizers()[index].state_dict()
-        self._info["names"].setdefault(str(index), self._parameter_names(run, optimizer))
-        for name, values in state.get("state", {}).items():
-            tensors = {
-                f"{name} {kind}": value
-                for kind, value in values.items()
-                if isinstance(value, torch.Tensor)
+        prefix = _optimizer_prefix(run, optimizer)
+        prepared = run.objects.find_trained(optimizer)
+        if prepared is None or _is_readable(prepared):
+            names = {}
+            for position, parameter in enumerate(parameters_of(optimizer)):
+                names[id(parameter)] = f"parameter {position}"
+            for model_prefix, other in _models(run):
+                for name, parameter in _parameters(other):
+                    names[id(parameter)] = model_prefix + name
+            self._record(run, "state", dict(_states(optimizer.optimizer, names, prefix)))
+            return
+        trained = PreparedOptimizer(optimizer, prepared)
+        listed = itertools.chain.from_iterable(trained.group_shapes() or ())
+        state = trained.state_dict().get("state", {})
+        tensors: Tensors = {}
+        for name, entry in zip(listed, state.values(), strict=False):
+            tensors.update(_numbers(f"{prefix}{name}", entry))
+        self._record(run, "state", tensors)
+
+    def _record(self, run: RunCheckpoints, kind: str, tensors: Tensors) -> None:
+        """Join tensors, and note the first one of which ranks have different copies."""
+        if not self._info:
+            size = sum(map(_size, run.objects.models))
+            self._info = {"is_large": size > LARGE}
+        for name, tensor in join(tensors, self._info["is_large"]).items():
+            self._tensors[f"{kind}/{name}"] = tensor
+        different = None
+        if kind != "state":
+            different = different_replica(tensors)
+        if different is not None:
+            name, first, second = different
+            places = self._coordinates(run, first), self._coordinates(run, second)
+            dimensions = [key for key, place in places[0].items() if places[1][key] != place]
+            noted = {
+                "step": self._steps + 1,
+                "kind": kind,
+                "name": name,
+                "rank": second,
+                "dimension": "x".join(dimensions),
             }
-            self._add("state", f"optimizer {index} " if index else "", tensors)
+            if kind == "buffer":
+                # A layout may leave them to each rank.
+                self._info.setdefault("buffers", noted)
+            else:
+                self._info.setdefault("replicas", noted)
 
-    def _parameter_names(
-        self, run: RunCheckpoints, optimizer: AcceleratedOptimizer
-    ) -> dict[Any, str]:
-        """The names of an optimizer's parameters by their index, where this process has them all."""
-        names: dict[int, str] = {}
-        for prepared in run.objects.models:
-            for name, parameter in prepared.inner.named_parameters():
-                names[id(parameter)] = self._prefix(prepared) + canonical_name(name)
-        by_index: dict[Any, str] = {}
-        parameters = [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ]
-        for i, parameter in enumerate(parameters):
-            if id(parameter) in names:
-                by_index[i] = names[id(parameter)]
-        return by_index
-
-    def _add(self, kind: str, prefix: str, tensors: dict[str, Any]) -> None:
-        for name, value in tensors.items():
-            if isinstance(value, torch.Tensor):
-                self._tensors[f"{kind}/{prefix}{name}"] = _plain(value.detach()).to(
-                    "cpu", copy=True
-                )
-
-    def _prefix(self, prepared: PreparedModel) -> str:
-        run = self._run()
-        models = [] if run is None else run.objects.models
-        if prepared not in models:
-            index = len(models)
-        else:
-            index = models.index(prepared)
-        if index == 0:
-            return ""
-        return f"model {index} ({class_name(prepared.inner)}) "
+    def _coordinates(self, run: RunCheckpoints, index: int) -> dict[str, int]:
+        layout = getattr(run.strategy, "layout", None)
+        if layout is None:
+            return {"ddp": index}
+        places = mesh.coordinates(layout, index)
+        return {_DIMENSIONS.get(name, name): place for name, place in places.items()}
 
     # -- the files
 
     def _write(self) -> None:
         self._steps += 1
-        if _rank() == 0:
-            torch.save(_thinned(self._tensors), self._folder / f"step_{self._steps}.pt")
+        if rank() == 0:
+            # Another accelerator of the script may have written some.
+            number = 1 + len(list(self._folder.glob("step_*.pt")))
+            torch.save(self._tensors, self._folder / f"step_{number}.pt")
         self._tensors = {}
 
     def _end(self, run: RunCheckpoints) -> None:
-        self._info["steps"] = self._steps
-        self._info["shards"] = run.strategy.data_shard[1]
-        self._info["layout"] = run.strategy.name
-        self._info["processes"] = _world()
-        if _rank() == 0:
-            (self._folder / "run.json").write_text(json.dumps(self._info))
+        info = {
+            **self._info,
+            "steps": self._steps,
+            "shards": run.strategy.data_shard[1],
+            "layout": run.strategy.name,
+            "processes": dist.get_world_size() if dist.is_initialized() else 1,
+            "draws": sorted(self._forward.draws),
+        }
+        if rank() == 0:
+            (self._folder / "run.json").write_text(json.dumps(info))
         run.loop.remove(self)
+        if self._settings.exits:
+            # Blocks that the exception leaves may still save, log and communicate.
+            atexit.register(_end_training, weakref.ref(run))
+            raise SystemExit(0)
+
+
+def _end_training(reference: weakref.ref[RunCheckpoints]) -> None:
+    run = reference()
+    if run is not None:
         run.end_training()
-        raise SystemExit(0)
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def _prefix(index: int, prepared: PreparedModel) -> str:
+    if index == 0:
+        return ""
+    return f"model {index} ({class_name(prepared.inner)}) "
 
 
-def _world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+def _optimizer_prefix(run: RunCheckpoints, optimizer: AcceleratedOptimizer) -> str:
+    index = run.objects.optimizers.index(optimizer)
+    return f"optimizer {index} " if index else ""
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor of a sharded one. All ranks call it."""
-    if isinstance(tensor, DTensor):
-        return tensor.full_tensor()
-    return tensor
+def _models(run: RunCheckpoints) -> Iterator[tuple[str, PreparedModel]]:
+    """(prefix of names, model)."""
+    for index, prepared in enumerate(run.objects.models):
+        yield _prefix(index, prepared), prepared
 
 
-def _from_shards(shard: tuple[int, int], value: Any) -> list[Any]:
-    """The value of one rank of each data shard, in their order. All ranks call it, and rank 0 gets all."""
-    by_shard: dict[int, Any] = {}
-    for index, part in _from_ranks((shard[0], value)):
-        by_shard.setdefault(index, part)
-    return [by_shard[index] for index in sorted(by_shard)]
+def _is_readable(prepared: PreparedModel) -> bool:
+    """Whether parameters, their gradients and their state are tensors of the plain model's shapes."""
+    return isinstance(prepared, ShardedModel) or not prepared.is_partial
 
 
-def _from_ranks(value: Any) -> list[Any]:
-    """The value of each rank, on rank 0; nothing on the others."""
-    if _world() == 1:
-        return [value]
-    values: list[Any] | None = None
-    if _rank() == 0:
-        values = [None] * _world()
-    dist.gather_object(value, values)
-    return values or []
+def _parameters(prepared: PreparedModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """(plain name, parameter) of those that this process has, under each of their names."""
+    for name, parameter in named_parameters(prepared.inner, remove_duplicate=False):
+        if not parameter.is_meta:
+            yield name, parameter
+
+
+def _size(prepared: PreparedModel) -> int:
+    values = prepared.state_template.state_dict().values()
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+
+
+def _states(
+    optimizer: Any, names: Mapping[int, str], prefix: str
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, value) of an optimizer's state, and of that of optimizers inside of it."""
+    for key, entry in optimizer.state.items():
+        yield from _numbers(prefix + names.get(id(key), str(key)), entry)
+    for attribute, inner in vars(optimizer).items():
+        if is_optimizer(inner) and inner.state is not optimizer.state:
+            yield from _states(inner, names, f"{prefix}{attribute} ")
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of tensors and numbers in nested data, each number as a tensor."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield name, torch.tensor(float(value), dtype=torch.float64)
+    for key, inner in (children(value) or {}).items():
+        separator = "." if isinstance(key, int) else " "
+        yield from _numbers(f"{name}{separator}{key}", inner)
 
 
 def _batches(shards: list[list[list[torch.Tensor]]]) -> list[list[torch.Tensor]]:
@@ -329,81 +346,23 @@ def _batches(shards: list[list[list[torch.Tensor]]]) -> list[list[torch.Tensor]]
     batches = []
     for i in range(max(map(len, shards), default=0)):
         parts = [shard[i] for shard in shards if i < len(shard)]
-        batches.append([_joined(list(tensors)) for tensors in zip(*parts, strict=False)])
+        batches.append([_joined(tensors) for tensors in zip(*parts, strict=False)])
     return batches
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    if len(parts) == 1 or parts[0].ndim == 0:
-        return parts[0]
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     try:
-        return torch.cat(parts)
+        return torch.cat(list(parts))
     except RuntimeError:
         return parts[0]
 
 
-def _weighted_mean(shares: Iterable[tuple[float, float | None, float]]) -> float:
-    """The mean over the shards of (loss, items, weight)."""
+def _weighted_mean(shares: Iterable[tuple[float, float]]) -> float:
+    """The mean over ranks of (loss, weight)."""
     total = weights = 0.0
-    for loss, items, weight in shares:
-        if items is not None:
-            weight = items
+    for loss, weight in shares:
         if weight:
             # The loss of a placeholder may not be finite.
             total += loss * weight
             weights += weight
     return total / (weights or 1.0)
-
-
-def _count(items: Any) -> float | None:
-    if items is None:
-        return None
-    return float(items)
-
-
-@contextlib.contextmanager
-def _shards(prepared: PreparedModel, run: RunCheckpoints) -> Iterator[None]:
-    prepared.reshard()
-    with run.precision.swap_in_master_weights([prepared.module], [], [prepared.swappable()]):
-        yield
-
-
-@torch.no_grad()
-def _gradients(prepared: PreparedModel, run: RunCheckpoints) -> dict[str, Any]:
-    """The gradients under the names of the plain model: the state of the model with these as its parameters."""
-    with _shards(prepared, run):
-        parameters = [p for p in prepared.module.parameters() if p.requires_grad and not p.is_meta]
-        weights = [local(parameter.detach()).clone() for parameter in parameters]
-        for parameter in parameters:
-            target = local(parameter.detach())
-            if parameter.grad is None:
-                target.zero_()
-            else:
-                target.copy_(local(parameter.grad))
-        try:
-            state = {
-                name: value.detach().clone()
-                for name, value in prepared.state_dict().items()
-                if isinstance(value, torch.Tensor)
-            }
-        finally:
-            for parameter, weight in zip(parameters, weights, strict=True):
-                local(parameter.detach()).copy_(weight)
-    names = prepared.trained_names()
-    return {name: value for name, value in state.items() if name in names}
-
-
-def _thinned(tensors: Tensors) -> Tensors:
-    """The tensors; of a large model, some elements of each and its norm."""
-    size = sum(tensor.nbytes for name, tensor in tensors.items() if name.startswith("parameter/"))
-    if size <= LARGE:
-        return tensors
-    thinned: Tensors = {}
-    for name, tensor in tensors.items():
-        if tensor.numel() > ELEMENTS:
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            positions = torch.randint(tensor.numel(), (ELEMENTS,), generator=generator)
-            thinned[f"{name} norm"] = torch.linalg.vector_norm(tensor.double())
-            tensor = tensor.flatten()[positions]
-        thinned[name] = tensor
-    return thinned

@@ -26,6 +26,7 @@ class Settings:
         perturb: begin at parameters that are moved by one unit in the last place.
         dropout: keep dropout. Otherwise its probability is 0.
         dtype: of the model, such as "float64"; None leaves it as it is.
+        exits: end the process after the last step. Otherwise the run goes on unrecorded.
     """
 
     folder: str
@@ -34,6 +35,7 @@ class Settings:
     perturb: bool = False
     dropout: bool = False
     dtype: str | None = None
+    exits: bool = True
 
     def write(self, path: Path) -> None:
         """Write the file that `read` reads."""

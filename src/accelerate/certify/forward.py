@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the modules of a run's models return before the first backward, and which of them draw random numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.modules import class_name
+from ..core.trees import leaves
+from ..data_loader.order import capture
+from ..parallel.base import Strategy
+from ..parallel.materialize import from_all
+from ..parallel.pipeline.remote_tensor import RemoteTensor
+from ..parallel.prepared import PreparedModel
+from ..parallel.unwrap import canonical_name, extract_model_from_parallel
+from ..torch_internals.compiled import uncompiled
+from .joining import plain
+
+
+class FirstForward:
+    """Hooks of all modules.
+
+    Attributes:
+        outputs: {module: the first tensor that it returned, call by call}.
+        draws: modules that draw random numbers themselves.
+    """
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, list[torch.Tensor]] = {}
+        self.draws: dict[str, None] = {}
+        self._handles: list[Any] = []
+
+    def watch(self, prepared: PreparedModel, prefix: str, strategy: Strategy) -> None:
+        """Watch a model until `stop`."""
+        if uncompiled(prepared.module) is not prepared.module:
+            # A hook would have it compiled again.
+            return
+        model = extract_model_from_parallel(prepared.module)
+        for name, module in model.named_modules():
+            if prepared.template is not None and name:
+                # A stage runs its modules once for each micro-batch, and before that to find shapes.
+                break
+            watched = _Module(self, prefix + (canonical_name(name) or class_name(model)), strategy)
+            self._handles.append(module.register_forward_pre_hook(watched.before_forward))
+            self._handles.append(module.register_forward_hook(watched.after_forward))
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class _Module:
+    """The hooks of a module."""
+
+    def __init__(self, forward: FirstForward, name: str, strategy: Strategy) -> None:
+        self._forward = forward
+        self._name = name
+        self._strategy = strategy
+        self._states: list[Any] = []
+        self._draws = 0
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """Note the states of the random generators."""
+        self._states = self._generators()
+        self._draws = len(self._forward.draws)
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Note what the module has returned."""
+        if not torch.is_grad_enabled():
+            return
+        draws_inside = len(self._forward.draws) > self._draws
+        if not draws_inside and self._states != self._generators():
+            self._forward.draws[self._name] = None
+        for tensor in leaves(output):
+            # Losses are recorded by themselves.
+            if tensor.ndim and tensor.is_floating_point():
+                full = self._full(tensor.detach())
+                if full is not None:
+                    outputs = self._forward.outputs.setdefault(self._name, [])
+                    outputs.append(full.to("cpu", copy=True))
+                return
+
+    def _generators(self) -> list[Any]:
+        states: list[Any] = [capture()]
+        device = self._strategy.device
+        if device.type != "cpu":
+            states.append(torch.get_device_module(device).get_rng_state().tolist())
+        return states
+
+    def _full(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The tensor of full sequences; None where this rank cannot have it."""
+        if isinstance(tensor, RemoteTensor):
+            return None
+        tensor = plain(tensor)
+        sequence = self._strategy.sequence
+        if sequence is None or sequence.region is None:
+            return tensor
+        if tensor.ndim < 2 or tensor.shape[1] != sequence.region.rows:
+            return None
+        return sequence.layout.join(from_all(tensor.cpu(), sequence.group), 1)
