@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a recorded run has written, in each layout, against plain PyTorch in float64 on one process."""
 
-import pytest
 import torch
 from rank_pool import on_ranks
 from states import reset_states
