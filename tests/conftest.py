@@ -22,6 +22,8 @@ TESTS = Path(__file__).parent
 # More tests than this that were repeated after a native crash fail the run: then it is no rare accident.
 MOST_REPEATS = 3
 repeated: set[str] = set()
+# What is imported for the collection of the tests is no garbage.
+gc.disable()
 # pyarrow's allocator would start a thread in the process that the ranks are forked from.
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 
@@ -35,8 +37,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    # What is imported by now lives as long as the process. Each full collection, and each forked worker of a loader,
-    # would visit a million objects.
+    freeze_living_objects()
+
+
+def freeze_living_objects() -> None:
+    """Take what has been imported out of the garbage collector's sight.
+
+    It lives as long as the process. Each full collection, and each forked worker of a loader, would visit a million
+    objects, for a second.
+    """
+    gc.enable()
     gc.collect()
     gc.freeze()
 
@@ -60,6 +70,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(**names)
+    if nextitem is None or nextitem.path != item.path:
+        freeze_living_objects()
     return True
 
 
