@@ -77,12 +77,16 @@ def optimizer_of(model):
 def plain(name, steps=4, model=None):
     """A case after some steps of a plain loop."""
     model = build(name) if model is None else model
-    optimizer = optimizer_of(model)
-    for step in range(steps):
+    plain_steps(model, optimizer_of(model), 0, steps)
+    return model
+
+
+def plain_steps(model, optimizer, first, last):
+    """The steps from `first` to `last` of the plain loop."""
+    for step in range(first, last):
         token_mean(model, ROWS[step * SIZE : (step + 1) * SIZE]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model
 
 
 def arguments(layout, nproc):
