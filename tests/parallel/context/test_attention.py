@@ -3,6 +3,7 @@
 
 import contextlib
 import functools
+import itertools
 from unittest import mock
 
 import pytest
@@ -90,11 +91,8 @@ METHODS = ("gather", "all to all", "heads")
 
 
 @everywhere
-@pytest.mark.parametrize("padded", [False, True], ids=["all", "padded"])
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=str)
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "not causal"])
 @pytest.mark.parametrize("method", ["gather", "all to all"])
-def test_keys_of_all_ranks(method, causal, heads, padded):
+def test_keys_of_all_ranks(method):
     attention = method_of(method, *here())
     layout = attention.layout
     keep = (
@@ -102,19 +100,23 @@ def test_keys_of_all_ranks(method, causal, heads, padded):
         > 0.4
     )
     keep[0, :3] = False  # rows that see nothing
-    call = AttentionCall(None, 0.0, causal, SCALE, keep if padded else None)
-    attend = functools.partial(attention, call=call)
-    inputs = whole_inputs(*heads, torch.float64)
-    compare(
-        "float64", layout, attend, inputs, expected(inputs, causal, keep if padded else None), 1e-10
-    )
-    if padded or heads != (4, 2):
-        return
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 6e-2)):
-        inputs = whole_inputs(*heads, dtype)
-        compare(str(dtype), layout, attend, inputs, expected(inputs, causal), tolerance)
-    inputs = whole_inputs(*heads, torch.float64, width=5)
-    compare("narrow values", layout, attend, inputs, expected(inputs, causal), 1e-10)
+    for causal, heads in itertools.product((True, False), ((4, 4), (4, 2))):
+        inputs = whole_inputs(*heads, torch.float64)
+        for kept in (None, keep):
+            attend = functools.partial(
+                attention, call=AttentionCall(None, 0.0, causal, SCALE, kept)
+            )
+            what = f"causal {causal}, heads {heads}, padded {kept is not None}"
+            compare(what, layout, attend, inputs, expected(inputs, causal, kept), 1e-10)
+    for causal in (True, False):
+        attend = functools.partial(attention, call=AttentionCall(None, 0.0, causal, SCALE))
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 6e-2)):
+            inputs = whole_inputs(4, 2, dtype)
+            what = f"causal {causal}, {dtype}"
+            compare(what, layout, attend, inputs, expected(inputs, causal), tolerance)
+        inputs = whole_inputs(4, 2, torch.float64, width=5)
+        what = f"causal {causal}, narrow values"
+        compare(what, layout, attend, inputs, expected(inputs, causal), 1e-10)
 
 
 @everywhere
@@ -131,22 +133,24 @@ def test_causal_attention_computes_no_more_than_half():
 
 
 @everywhere
-@pytest.mark.parametrize("width", [WIDTH, 5])
-@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (12, 6)], ids=str)
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "not causal"])
-def test_all_to_all(causal, heads, width):
+def test_all_to_all():
     group, world, rank = here()
     layout = SequenceLayout("sp_size", world, rank, balanced=False)
 
-    def attention(query, key, value):
+    def attention(query, key, value, causal):
         query, key, value = spread_inputs(query, key, value, group, world)
         out = F.scaled_dot_product_attention(
             query, key, value, is_causal=causal, scale=SCALE, enable_gqa=True
         )
         return split_rows(out, group, world)
 
-    inputs = whole_inputs(*heads, torch.float64, width)
-    compare("all to all", layout, attention, inputs, expected(inputs, causal), 1e-10)
+    for causal, heads, width in itertools.product(
+        (True, False), ((4, 4), (4, 1), (12, 6)), (WIDTH, 5)
+    ):
+        inputs = whole_inputs(*heads, torch.float64, width)
+        what = f"causal {causal}, heads {heads}, width {width}"
+        attend = functools.partial(attention, causal=causal)
+        compare(what, layout, attend, inputs, expected(inputs, causal), 1e-10)
 
 
 def masks():
@@ -185,19 +189,22 @@ def masks():
 
 
 @everywhere
-@pytest.mark.parametrize("what", [what for what, _, _ in masks()])
 @pytest.mark.parametrize("method", METHODS)
-def test_masks(method, what):
+def test_masks(method):
+    attention = method_of(method, *here())
+    for what, mask, plain in masks():
+        check_mask(attention, what, mask, mask if plain is None else plain)
+
+
+def check_mask(attention, what, mask, plain):
     """A mask over all rows, and over this rank's rows; with what is padding beside it."""
-    method = method_of(method, *here())
-    layout = method.layout
+    layout = attention.layout
     keep = torch.rand(BATCH, ROWS, generator=torch.Generator().manual_seed(5)) > 0.2
     inputs = whole_inputs(4, 4, torch.float64)
-    mask, plain = next((mask, plain) for name, mask, plain in masks() if name == what)
-    plain = mask if plain is None else plain
     for own in (False, True):
         given = layout.take(mask, -2) if own and mask.shape[-2] == ROWS else mask
         call = AttentionCall(given, 0.0, False, SCALE)
+        attend = functools.partial(attention, call=call)
         # torch's kernel for CPUs has a wrong gradient of rows without scores (2.13).
         exact = (
             sdpa_kernel(SDPBackend.MATH)
@@ -206,29 +213,29 @@ def test_masks(method, what):
         )
         with exact:
             reference = expected(inputs, False, mask=plain)
-            compare(
-                f"{own}", layout, functools.partial(method, call=call), inputs, reference, 1e-10
-            )
+            compare(f"{what}, own rows {own}", layout, attend, inputs, reference, 1e-10)
         if own and plain.dtype == torch.bool:
             call.keep = keep
             reference = expected(inputs, False, mask=plain & keep[:, None, None])
-            compare(
-                "padded", layout, functools.partial(method, call=call), inputs, reference, 1e-10
-            )
+            compare(f"{what}, padded", layout, attend, inputs, reference, 1e-10)
 
 
 @everywhere
-@pytest.mark.parametrize("what", ["window", "bias of heads"])
 @pytest.mark.parametrize("method", METHODS)
-def test_masks_in_bfloat16(method, what):
+def test_masks_in_bfloat16(method):
     method = method_of(method, *here())
-    mask = next(mask for name, mask, _ in masks() if name == what)
     half = [tensor.to(torch.bfloat16) for tensor in whole_inputs(4, 2, torch.float64)]
-    call = AttentionCall(
-        mask if mask.dtype == torch.bool else mask.to(torch.bfloat16), 0.0, False, SCALE
-    )
-    reference = expected(half, False, mask=mask if mask.dtype == torch.bool else call.mask.double())
-    compare("bfloat16", method.layout, lambda *qkv: method(*qkv, call), half, reference, 6e-2)
+    for what, mask, _ in masks():
+        if what not in ("window", "bias of heads"):
+            continue
+        call = AttentionCall(
+            mask if mask.dtype == torch.bool else mask.to(torch.bfloat16), 0.0, False, SCALE
+        )
+        attend = functools.partial(method, call=call)
+        reference = expected(
+            half, False, mask=mask if mask.dtype == torch.bool else call.mask.double()
+        )
+        compare(what, method.layout, attend, half, reference, 6e-2)
 
 
 @everywhere
