@@ -26,7 +26,7 @@ def test_crash(number):
 """
 
 
-@pytest.mark.parametrize(("count", "workers"), [(3, 0), (4, 0), (4, 1)])
+@pytest.mark.parametrize(("count", "workers"), [(3, 0), (4, 1)])
 def test_repeats_are_counted(tmp_path: Path, count: int, workers: int) -> None:
     (tmp_path / "test_cases.py").write_text(CASES.format(count=count))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "test_cases.py"]

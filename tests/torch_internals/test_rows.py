@@ -79,12 +79,15 @@ def test_it_is_so(name: str, ranks: Callable[..., Ranks]) -> None:
 def outcome_without(name: str) -> tuple[int, str]:
     """The exit code of pytest for the test of a row that is off, and its report."""
     os.environ["ACCELERATE_TORCH_INTERNALS_OFF"] = name
+    # hypothesis's plugin takes as long to import as the test.
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     # This process is forked from one that has read the table.
     object.__setattr__(torch_internals.rows()[name], "is_on", False)
     test = str(PROJECT / ROWS[name].test)
     report = io.StringIO()
+    plugins = ["-p", "pytest_timeout", "-p", "no:cacheprovider"]
     with contextlib.redirect_stdout(report):
-        code = pytest.main(["-q", "-p", "no:xdist", "-p", "no:cacheprovider", test])
+        code = pytest.main(["-q", *plugins, test])
     return int(code), report.getvalue()
 
 
