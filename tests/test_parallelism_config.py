@@ -163,7 +163,7 @@ def test_megatron_words_map_to_our_layout(monkeypatch):
 
 def test_arguments_of_megatron_are_refused():
     plugin = MegatronLMPlugin(num_micro_batches=2)
-    with pytest.raises(ValueError, match="the optimizer that prepare is given"):
+    with pytest.raises(ValueError, match=r"the optimizer .*prepare"):
         plugin.set_optimizer_type(None)
-    with pytest.raises(ValueError, match="the batch size of the loader"):
+    with pytest.raises(ValueError, match="batch size of the loader"):
         plugin.set_training_args(4, 2)

@@ -56,10 +56,7 @@ def test_another_batch_size_reads_the_rest_of_the_samples(tmp_path, caplog):
     rest, _ = other.train()
     assert sorted_rows(torch.cat([read, rest])) == sorted_rows(ROWS)
     assert len(report.notes) == 1
-    assert (
-        "an optimizer step had 2 samples when this was saved" in report.notes[0]
-        and "has 7 here" in caplog.text
-    )
+    assert "2 samples" in report.notes[0] and "7 here" in caplog.text
 
 
 def train_with_schedule(steps, batch_size, path, loads):
@@ -105,7 +102,7 @@ def test_another_sampler_in_the_middle_of_an_epoch_is_a_note(tmp_path):
     run.accelerator.save_state(tmp_path / "c")
     options = {"shuffle": False, "sampler": torch.utils.data.SubsetRandomSampler(range(24))}
     (note,) = Run(**options).accelerator.load_state(tmp_path / "c").notes
-    assert "with the sampler RandomSampler, and has SubsetRandomSampler here" in note
+    assert "RandomSampler," in note and "SubsetRandomSampler here" in note
     run.train()
     run.accelerator.save_state(tmp_path / "d")
     assert Run(**options).accelerator.load_state(tmp_path / "d").notes == []
@@ -142,11 +139,8 @@ def test_another_scheduler(tmp_path):
         run.model.weight.fill_(3)
     run.accelerator.save_state(tmp_path / "d")
     notes = other.accelerator.load_state(tmp_path / "d", strict=False).notes
-    assert (
-        len(notes) == 1
-        and "scheduler 0 (AcceleratedScheduler) stays as it is: saved by CosineAnnealingLR"
-        in notes[0]
-    )
+    assert len(notes) == 1
+    assert "scheduler 0 (AcceleratedScheduler)" in notes[0] and "CosineAnnealingLR" in notes[0]
     assert (other.model.weight == 3).all() and other.schedule.last_epoch == 0
 
 
@@ -156,5 +150,6 @@ def test_a_scheduler_of_another_class_with_the_same_entries_is_a_note(tmp_path):
     run.accelerator.save_state(tmp_path / "c")
     other = Run(schedule=multiplicative)
     notes = other.accelerator.load_state(tmp_path / "c").notes
-    assert len(notes) == 1 and "was saved by LambdaLR, and is a MultiplicativeLR here" in notes[0]
+    assert len(notes) == 1
+    assert "by LambdaLR" in notes[0] and "MultiplicativeLR here" in notes[0]
     assert other.schedule.last_epoch == 1

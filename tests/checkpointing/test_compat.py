@@ -122,7 +122,7 @@ def test_functions_that_need_no_accelerator(tmp_path):
     second, optimizer, scheduler, loader = objects()
     with pytest.raises(CheckpointError, match="no weights of model 1"):
         load_accelerator_state(saved, [second, second], [optimizer], [scheduler], [loader], 0)
-    with pytest.raises(ConfigurationError, match="process_index is 1, but this process has rank 0"):
+    with pytest.raises(ConfigurationError, match=r"process_index is 1, .*rank 0"):
         load_accelerator_state(saved, [second], [optimizer], [scheduler], [loader], 1)
     with pytest.raises(CheckpointError, match="there is no folder"):
         load_accelerator_state(tmp_path / "none", [second], [optimizer], [scheduler], [loader], 0)

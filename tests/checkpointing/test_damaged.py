@@ -123,9 +123,7 @@ def test_where_all_are_damaged_nothing_moves(root):
     for call in (lambda run: run.resume(signals=()), lambda run: run.load_state()):
         accelerator, model = new_run(root.parent)
         before = model.weight.clone()
-        with pytest.raises(
-            CheckpointError, match=r"no valid checkpoint is left.*move them away to start anew"
-        ):
+        with pytest.raises(CheckpointError, match=r"no valid checkpoint.*move them away"):
             call(accelerator)
         assert torch.equal(model.weight, before)
         with pytest.raises(ConfigurationError, match="exists already"):
@@ -151,7 +149,7 @@ def test_one_that_another_run_has_saved_since_is_not_moved(root):
     accelerator.load_state()
     shutil.rmtree(root / "checkpoint_3")
     shutil.copytree(root / "checkpoint_1", root / "checkpoint_3")
-    with pytest.raises(CheckpointError, match="has been saved by another run since"):
+    with pytest.raises(CheckpointError, match="by another run"):
         accelerator.save_state()
     assert names(root) == [f"checkpoint_{number}" for number in range(4)]
     accelerator.end_training()

@@ -242,9 +242,7 @@ def test_what_has_no_plain_form_is_refused_with_its_place():
     loop: list = []
     loop.append(loop)
     for value in (loop, nested_list(3000)):
-        with pytest.raises(
-            CheckpointError, match=r"root: .*contains itself, or is nested too deep"
-        ):
+        with pytest.raises(CheckpointError, match=r"root: .*contains itself"):
             encode(value, TensorSink(), "root")
 
 

@@ -116,7 +116,7 @@ def test_what_is_refused(tmp_path):
         llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     )
     prompts = accelerator.prepare(prompts)
-    with pytest.raises(ValueError, match="has no adapters that can be merged"):
+    with pytest.raises(ValueError, match=r"no adapters.* merged"):
         accelerate.export(prompts, tmp_path / "out", merge_adapters=True)
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="file; give a folder"):

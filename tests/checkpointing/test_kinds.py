@@ -101,7 +101,8 @@ def test_a_version_without_the_kind_reports_what_it_leaves_out(
         save_run(averaged(small_run()).bundle(), tmp_path / "c", process=process)
         monkeypatch.undo()
     report = load_run(small_run(seed=1).bundle(), tmp_path / "c", process=process)
-    assert report.notes == ["traces: not loaded, because this version has no such kind of state"]
+    (note,) = report.notes
+    assert note.startswith("traces: not loaded")
 
 
 @pytest.mark.parametrize("written", [Written.FILE, Written.ONCE, Written.RANK])
@@ -116,14 +117,11 @@ def test_layout_compat_warns_of_a_kind_without_a_file(
             process=process,
             options=Options("compat"),
         )
-    assert "layout='compat' has no place for the weight trace: not saved" in caplog.text
+    assert "layout='compat'" in caplog.text and "weight trace: not saved" in caplog.text
     other = averaged(small_run(seed=1), 7.0)
     report = load_run(other.bundle(), tmp_path / "c", process=process)
     assert other.model.average.values[0] == 7
-    assert (
-        written is Written.RANK
-        or "has no place for the state of the weight trace" in report.notes[0]
-    )
+    assert written is Written.RANK or "weight trace" in report.notes[0]
 
 
 def test_layout_compat_warns_of_unfinished_gradients(tmp_path, caplog):
@@ -134,10 +132,8 @@ def test_layout_compat_warns_of_unfinished_gradients(tmp_path, caplog):
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.ones(1, 2)).sum())
     accelerator.save_state(tmp_path / "b", layout="compat")
-    assert (
-        "layout='compat' has no place for the unfinished gradients and random streams"
-        in caplog.text
-    )
+    assert "layout='compat'" in caplog.text
+    assert "unfinished gradients and random streams" in caplog.text
 
 
 def test_a_damaged_file_of_a_hook_is_found(tmp_path, small_run, process):

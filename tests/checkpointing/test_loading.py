@@ -263,7 +263,7 @@ def test_another_optimizer_and_other_numbers_of_objects(tmp_path, small_run, pro
                 process=process,
             )
     with pytest.raises(
-        CheckpointMismatch, match="1 schedulers saved, 0 here; 1 registered objects saved, 2 here"
+        CheckpointMismatch, match=r"1 schedulers .*0 here; 1 registered objects .*2 here"
     ):
         load_run(
             other.bundle(schedulers=[], custom=[other.registered] * 2),

@@ -61,10 +61,10 @@ def test_links_that_lead_nowhere_are_refused(tmp_path, process):
     (tmp_path / "two").symlink_to("one")
     (tmp_path / "unmounted").symlink_to(tmp_path / "no disk" / "real")
     for path in ("one", "one/below"):
-        with pytest.raises(CheckpointError, match="link that refers back to itself"):
+        with pytest.raises(CheckpointError, match=r"link .*to itself"):
             save(process, tmp_path / path)
     for path in ("unmounted", "unmounted/below"):
-        with pytest.raises(CheckpointError, match=r"link to .*no disk.* does not exist"):
+        with pytest.raises(CheckpointError, match=r"link to .*no disk"):
             save(process, tmp_path / path)
     assert names(tmp_path) == ["one", "two", "unmounted"]
 
@@ -113,7 +113,7 @@ def test_what_names_no_folder_is_refused(tmp_path, monkeypatch, path):
             lambda folder: Accelerator(project_dir=folder),
         ]
     for call in calls:
-        with pytest.raises(ConfigurationError, match=r"names no folder|NUL|not int|user|home"):
+        with pytest.raises(ConfigurationError, match=r"no folder|NUL|not int|user|home"):
             call(path)
     assert names(tmp_path) == []
 
@@ -163,9 +163,7 @@ def test_an_entry_of_another_kind_is_named_and_nothing_moves(tmp_path, process):
     folder = tmp_path / "c"
     folder.mkdir()
     (folder / "adapter").write_text("a file")
-    with pytest.raises(
-        CheckpointError, match=r"adapter is a file where the checkpoint has a file or folder"
-    ):
+    with pytest.raises(CheckpointError, match=r"adapter is a file "):
         save(process, folder, save_hooks=[hook])
     assert names(folder) == ["adapter"] and names(tmp_path) == ["c"]
 
@@ -175,7 +173,7 @@ def test_a_merge_does_not_remove_its_own_output(tmp_path, monkeypatch):
     shards.mkdir(parents=True)
     monkeypatch.setattr("accelerate.checkpointing.merging.find_models", lambda folder: {0: shards})
     for output in (shards, tmp_path / "run" / "merged", tmp_path / "run"):
-        with pytest.raises(ConfigurationError, match="would also remove the merged weights"):
+        with pytest.raises(ConfigurationError, match="remove the merged weights"):
             merge(shards if output == shards else tmp_path / "run", output, remove=True)
     (tmp_path / "link").symlink_to(shards)
     with pytest.raises(ConfigurationError, match="is a link"):

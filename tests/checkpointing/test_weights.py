@@ -101,7 +101,7 @@ def test_the_utility_functions(tmp_path):
     assert load(tmp_path / "plain.bin")["n"] == [1, "x"]
     state = weights()
     save(state, tmp_path / "safe.safetensors", safe_serialization=True)
-    with pytest.raises(ValueError, match="holds a dict of tensors, not a list"):
+    with pytest.raises(ValueError, match="dict of tensors, not a list"):
         save([1], tmp_path / "list.safetensors", safe_serialization=True)
     found = safetensors.torch.load_file(tmp_path / "safe.safetensors")
     assert set(found) == set(clean_state_dict_for_safetensors(state)) == set(state) - {"head"}

@@ -125,13 +125,10 @@ def test_nothing_fits(capsys):
     small = ("--machine", "2x1GB", "--memory", 0.0001, "--layouts", "ddp", "fsdp")
     assert run("plan_net:make", "--batch", "8x64:float32", *small) == 1
     printed = capsys.readouterr()
-    assert "does not fit; memory per rank and messages in KiB:" in printed.out
+    assert "does not fit" in printed.out and "in KiB:" in printed.out
     assert max(map(len, printed.out.splitlines())) <= 100
-    assert re.search("accelerate: 2 of [0-9]+ layouts: fsdp, .* per rank, step ", printed.err)
-    assert (
-        "nothing fits into 97.66 KiB per rank: the nearest, fsdp" in printed.err
-        and "more" in printed.err
-    )
+    assert re.search("accelerate: 2 of [0-9]+ layouts: fsdp, .*, step ", printed.err)
+    assert re.search("nothing fits into 97.66 KiB.*nearest, fsdp.* more", printed.err)
 
 
 def test_what_was_estimated_before_an_interrupt_is_shown(capsys, monkeypatch):

@@ -57,5 +57,5 @@ def test_refused(options, message):
 
 
 def test_a_threshold_without_8_bits_warns():
-    with pytest.warns(UserWarning, match="only be used for model loaded in 8bit"):
+    with pytest.warns(UserWarning, match="8bit"):
         BnbQuantizationConfig(load_in_4bit=True, llm_int8_threshold=3.0)

@@ -290,15 +290,13 @@ def test_a_state_that_does_not_fit_is_refused():
     loader = single("sequential")
     next(iter(loader))
     saved = loader.state_dict()
-    with pytest.raises(
-        CheckpointError, match="counts samples of the epoch and this loader batches"
-    ):
+    with pytest.raises(CheckpointError, match=r"samples .*this loader batches"):
         single("own batches").load_state_dict(saved)
-    with pytest.raises(CheckpointError, match="over 23 samples, and this loader has 9"):
+    with pytest.raises(CheckpointError, match=r"23 samples, .* 9"):
         prepare_data_loader(
             DataLoader(Ids(9), batch_size=2), num_processes=1, process_index=0
         ).load_state_dict(saved)
-    with pytest.raises(CheckpointError, match="not the state of a prepared data loader"):
+    with pytest.raises(CheckpointError, match=r"not the state of a .*loader"):
         loader.load_state_dict({"epoch": 1})
     with pytest.raises(CheckpointError, match="format 99"):
         loader.load_state_dict({**saved, "format": 99})

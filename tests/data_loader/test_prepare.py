@@ -97,9 +97,7 @@ def test_only_plain_shuffling_is_made_seedable():
 def test_a_sharded_loader_is_not_sharded_again():
     sampler = DistributedSampler(range(10), num_replicas=2, rank=0)
     raw = DataLoader(Ids(10), batch_size=2, sampler=sampler)
-    with pytest.raises(
-        PrepareError, match=r"sharded already: its DistributedSampler.*Or do not prepare the loader"
-    ):
+    with pytest.raises(PrepareError, match=r"its DistributedSampler.*do not prepare"):
         prepare_data_loader(raw, num_processes=2, process_index=0)
     assert len(read(prepare_data_loader(raw, num_processes=1, process_index=0))) == 5
     alone = DataLoader(
@@ -123,9 +121,9 @@ def test_bad_input_is_one_clear_error():
         skip_first_batches([1, 2], 1)
     with pytest.raises(PrepareError, match="process_index=2 is out of range"):
         prepare_data_loader(raw, num_processes=2, process_index=2)
-    with pytest.raises(PrepareError, match="batch size 3 is not a multiple of 2"):
+    with pytest.raises(PrepareError, match=r"batch size 3 .*multiple of 2"):
         prepare_data_loader(raw, num_processes=2, process_index=0, split_batches=True)
-    with pytest.raises(PrepareError, match="batch size 3 is not a multiple of 2"):
+    with pytest.raises(PrepareError, match=r"batch size 3 .*multiple of 2"):
         prepare_data_loader(
             DataLoader(Numbers(4), batch_size=3),
             num_processes=2,
@@ -280,7 +278,7 @@ def test_a_stateful_loader_is_built_where_it_is_asked_for():
         DataLoader(Ids(7), batch_sampler=[[1, 2], [0]]),
         stateful(Ids(7), batch_size=2),
     ]
-    with pytest.raises(PrepareError, match="load it into the prepared one"):
+    with pytest.raises(PrepareError, match="into the prepared"):
         positioned = stateful(Ids(4))
         positioned.load_state_dict(stateful(Ids(4)).state_dict())
         prepare_data_loader(positioned, num_processes=1, process_index=0)

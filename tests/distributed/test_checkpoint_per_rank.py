@@ -75,12 +75,11 @@ def load_alone(root):
 def test_registered_objects_that_differ_come_back_on_each_rank(ranks, tmp_path):
     two, one = ranks(2), ranks(1)
     two.run(save, tmp_path)
-    assert "has no place for the state of one rank" in str(two.outputs)
+    assert "state of one rank" in str(two.outputs)
     two.run(load, tmp_path)
     one.run(load_alone, tmp_path)
-    assert (
-        "custom[1], custom[2], custom[3] differed between the 2 processes" in one.outputs[0].stderr
-    )
+    message = one.outputs[0].stderr
+    assert "custom[1], custom[2], custom[3] differed" in message and "2 processes" in message
 
 
 @on_ranks(2)

@@ -182,9 +182,7 @@ def test_a_slow_rank_does_not_end_the_run():
     first, _ = run_ranks(
         EXAMPLES / "straggler.py", 2, env={"ACCELERATE_HANG_REPORT": "2"}, timeout=60
     )
-    assert re.search(r"The run has waited \d s: rank 1 is in `augment` \(", first.stderr), (
-        first.stderr
-    )
+    assert re.search(r" \d s: rank 1 is in `augment` \(", first.stderr), first.stderr
     assert "trained 8 steps" in first.stdout
 
 
@@ -208,7 +206,8 @@ def test_a_mismatch_is_reported_long_before_the_limit():
     assert first.returncode == 7, (first, second)
     limit, _, text = first.stdout.partition(" ")
     assert float(limit) == 40
-    assert "differs: gather of float32 [4] on rank 0, all_reduce of float32 [3] on rank 1" in text
+    assert "gather of float32 [4] on rank 0" in text
+    assert "all_reduce of float32 [3] on rank 1" in text
     assert int(re.match(r"The run stands still for (\d+) s: ", text)[1]) < 20, text
 
 

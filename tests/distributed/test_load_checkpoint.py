@@ -69,7 +69,7 @@ def test_rank_0_reads_for_all(folder):
     load_checkpoint_in_model(model, seen_by_one, broadcast_from_rank0=True, dtype="float64")
     assert all(p.dtype == torch.float64 for p in model.parameters())
     # What rank 0 does not find is an error everywhere, at once.
-    with pytest.raises(RuntimeError, match="rank 0 found no checkpoint to send"):
+    with pytest.raises(RuntimeError, match="rank 0 found no checkpoint"):
         load_checkpoint_in_model(build(False), "/nowhere", broadcast_from_rank0=True)
     with pytest.raises(RuntimeError, match=r"not in the checkpoint: 0\.bias"):
         load_checkpoint_in_model(
@@ -86,5 +86,5 @@ def test_all_ranks_read(folder):
     model = build(False)
     load_checkpoint_in_model(model, folder / "checkpoint", full_state_dict=False, strict=True)
     check(model)
-    with pytest.raises(ValueError, match="sharded already and keep their dtype"):
+    with pytest.raises(ValueError, match="keep their dtype"):
         load_checkpoint_in_model(build(True), folder / "checkpoint", dtype="float16")

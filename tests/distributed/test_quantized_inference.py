@@ -43,7 +43,5 @@ def test_quantized_weights_under_fsdp2():
         assert torch.equal(evaluated(x), expected)
         assert torch.equal(sharded(x), expected)
     quantize_(model[2], Int8WeightOnlyConfig())
-    with pytest.raises(
-        PrepareError, match=r"2\.weight is a Int8Tensor, quantized by torchao, which FSDP2 does not"
-    ):
+    with pytest.raises(PrepareError, match=r"2\.weight is a Int8Tensor, .*torchao.* FSDP2"):
         accelerator.prepare_model(model)

@@ -185,7 +185,7 @@ def test_a_hook_that_fails_on_one_rank(tmp_path):
     handle = run.accelerator.register_load_state_pre_hook(hook)
     before = run.state()
     with pytest.raises(
-        CheckpointError, match=r"rank 1: the hook .* has failed \(ValueError: no adapter\)"
+        CheckpointError, match=r"rank 1: the hook .* \(ValueError: no adapter\)"
     ) as caught:
         run.accelerator.load_state(tmp_path / "c")
     assert (

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The MPI engine under Open MPI and MPICH: whose failure it was, restarts, and nobody left behind."""
 
+import re
 import signal
 import subprocess
 import textwrap
@@ -57,7 +58,7 @@ def test_the_failing_rank_is_named_and_a_restart_goes_on(start):
     assert launch.returncode == 7, errors
     assert "attempt 0" in output and "attempt 1" in output
     assert errors.count("Traceback") == 1 and "rank 1 failed: KeyError: 'the cause'" in errors
-    assert "rank 0 failed: it ended with exit code 7" in errors and "mpirun (pid" in errors
+    assert re.search(r"rank 0 failed: .*exit code 7", errors) and "mpirun (pid" in errors
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

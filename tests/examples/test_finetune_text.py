@@ -89,7 +89,7 @@ def test_a_file_that_cannot_be_used_is_told(text, tmp_path, content, told):
 def test_labels_that_cannot_be_learned_are_told(text):
     with pytest.raises(SystemExit, match="at least two labels, found 1"):
         text.split([("a", "x"), ("b", "x")], 0.5, 0)
-    with pytest.raises(SystemExit, match="label 'y' has only one text"):
+    with pytest.raises(SystemExit, match=r"label 'y' .*one text"):
         text.split([("a", "x"), ("b", "x"), ("c", "y")], 0.5, 0)
 
 
@@ -106,7 +106,7 @@ def test_an_id_of_the_hub_is_passed_on_and_an_unknown_one_is_told(text, monkeypa
         raise OSError("no such model")
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", absent)
-    with pytest.raises(SystemExit, match="neither a folder nor a model of the Hub: no such model"):
+    with pytest.raises(SystemExit, match="no such model"):
         text.load("someone/some-model")
 
 

@@ -89,7 +89,7 @@ def wait_here(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [pytest.param("python", marks=pytest.mark.thorough), "collective"])
 def test_a_case_that_hangs_is_killed_with_its_stacks(ranks, kind, tmp_path):
-    with pytest.raises(RankFailure, match=r"ranks 1, 2 of 3 did not return within \d+ s") as caught:
+    with pytest.raises(RankFailure, match=r"ranks 1, 2 of 3 .*within \d+ s") as caught:
         ranks(3).run(hangs, kind, tmp_path, timeout=5)
     text = str(caught.value)
     assert caught.value.rank == 1 and caught.value.reason == "timeout"

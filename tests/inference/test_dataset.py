@@ -63,9 +63,7 @@ def test_each_result_once_and_in_order(dataset, tmp_path):
 @on_ranks(2)
 def test_ranks_that_differ_are_refused(nproc, tmp_path):
     rank = PartialState(cpu=True).process_index
-    with pytest.raises(
-        ConfigurationError, match=r"the ranks differ: rank 0: .*'samples': 50.*; rank 1: .*49"
-    ):
+    with pytest.raises(ConfigurationError, match=r"rank 0: .*'samples': 50.*; rank 1: .*49"):
         map_dataset(add_up, SAMPLES[: 50 - rank], tmp_path)
     with pytest.raises(ConfigurationError, match="has parts, but no plan"):
         (tmp_path / "part-00000.jsonl").write_text("")
@@ -221,7 +219,7 @@ def test_finished_parts_of_another_model_or_dataset_are_kept_with_a_warning(alon
         (nn.Linear(3, 2), data, "model"),
         (torch_model, data + 1, "first sample"),
     ]:
-        with pytest.warns(UserWarning, match=f"has 1 complete parts of a run with another {what}"):
+        with pytest.warns(UserWarning, match=f"1 complete parts .*another {what}"):
             assert read(map_dataset(model, samples, tmp_path)) == rows
 
 

@@ -38,10 +38,10 @@ def test_split_points_that_do_not_fit_are_refused() -> None:
         cut(["head"], 3)
     with pytest.raises(
         PrepareError,
-        match=r"names drop, where Model computes nothing .* embed, .* head\.0, head\.1",
+        match=r"drop, where Model .* embed, .* head\.0, head\.1",
     ):
         cut(["drop"], 2)
-    with pytest.raises(PrepareError, match="not in the order in which Model computes"):
+    with pytest.raises(PrepareError, match="the order in which Model computes"):
         cut(["head.0", "body.blocks.1"], 3)
     with pytest.raises(PrepareError, match="7 units"):
         cut("auto", 8)

@@ -2,6 +2,7 @@
 """The elastic engine: restarts on gloo, machines that go and come back, and what each machine says about it."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -175,7 +176,7 @@ def test_a_machine_without_network_is_left_behind(launch):
         (cable,) = (line.split("@")[0] for line in links.splitlines() if "@" in line)
         subprocess.run(["ip", "-n", machines[1], "link", "set", cable, "down"], check=True)
         noticed = until(lambda: one.count("gone"), one)
-        assert two.end() == 1 and "which holds the rendezvous, is gone" in two.text
+        assert two.end() == 1 and re.search("rendezvous.* gone", two.text)
         until(lambda: one.count("1 machine in the group"), one)
         one.process.send_signal(signal.SIGINT)
         assert one.end() == 130 and "Traceback" not in one.text + two.text
@@ -215,7 +216,7 @@ def test_without_the_machine_that_holds_the_rendezvous_there_is_a_clear_end(laun
     until(lambda: one.count("asleep") and two.count("2 machines") and two.count("asleep"), one, two)
     one.process.kill()
     assert two.end() == 1
-    assert "which holds the rendezvous, is gone" in two.text and "Traceback" not in two.text
+    assert re.search("rendezvous.* gone", two.text) and "Traceback" not in two.text
 
 
 def test_a_machine_that_is_asked_to_end_leaves_the_others(launch):
@@ -237,11 +238,8 @@ def test_who_is_absent_is_named(launch):
         and "does not answer yet" in lost.text
         and "did not answer within 4 s" in lost.text
     )
-    assert (
-        alone.end() == 1
-        and "waiting for 2 of at most 2 machines" in alone.text
-        and "here: 127.0.0.1" in alone.text
-    )
+    assert alone.end() == 1 and re.search("waiting for 2 .*2 machines", alone.text)
+    assert "here: 127.0.0.1" in alone.text
     assert "gave up after 4 s (--rdzv_conf join_timeout)" in alone.text
     wrong = launch("--rdzv_conf", "join_timout=7", script=SLEEP)
     assert wrong.end() == 2 and "did you mean join_timeout" in wrong.text

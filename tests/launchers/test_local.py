@@ -4,6 +4,7 @@
 import ast
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -133,10 +134,7 @@ def test_the_first_failing_rank_is_shown_once(launch, tmp_path):
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert "rank 1 failed: KeyError: 'the cause'" in done.stderr
-    assert (
-        "  other ranks: rank 0: lost the connection to another rank; rank 2: stopped by the launcher\n"
-        in done.stderr
-    )
+    assert re.search("  other ranks: rank 0: lost .*; rank 2: stopped", done.stderr)
     assert "[rank2]: hello from 2" in done.stdout
     told = json.loads((tmp_path / "error.json").read_text())
     assert told["rank"] == 1 and told["exit_code"] == 1 and "the cause" in told["traceback"]
@@ -291,10 +289,8 @@ def test_one_requested_process_is_no_rank_of_an_mpirun_that_started_the_shell(la
     script = "import os; print('rank', os.environ.get('OMPI_COMM_WORLD_RANK'))"
     assert "rank 1" in launch(script, "--cpu").stdout
     done = launch(script, "--cpu", "--num_processes", "1")
-    assert (
-        "rank None" in done.stdout
-        and "OMPI_COMM_WORLD_SIZE is set, and one process was requested" in done.stderr
-    )
+    assert "rank None" in done.stdout
+    assert re.search("OMPI_COMM_WORLD_SIZE is set, .*one process", done.stderr)
 
 
 def test_a_launch_inside_of_a_rank_is_another_run(launch):
@@ -400,9 +396,8 @@ def test_a_machine_without_its_own_address_is_an_error(tmp_path):
     )
     if done.stderr.startswith("unshare"):
         pytest.skip("no namespaces here")
-    assert done.returncode == 2 and "127.0.0.1 is not an address of this machine" in done.stderr, (
-        done.stderr
-    )
+    assert done.returncode == 2, done.stderr
+    assert re.search("127.0.0.1 is not .*this machine", done.stderr), done.stderr
 
 
 def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_launch(tmp_path):

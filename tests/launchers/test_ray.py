@@ -40,7 +40,7 @@ def test_what_is_reserved():
     check_resources(
         [("10.0.0.1", {"CPU": 2, "GPU": 2}), ("10.0.0.2", {"CPU": 9, "GPU": 3})], *reserved
     )
-    with pytest.raises(ConfigurationError, match="2 machines with 2 CPU, 2 GPU each do not fit"):
+    with pytest.raises(ConfigurationError, match="2 machines with 2 CPU, 2 GPU each"):
         check_resources([("10.0.0.1", {"CPU": 2, "GPU": 2}), ("10.0.0.2", {"CPU": 8})], *reserved)
 
 

@@ -234,9 +234,7 @@ def test_flags_and_variables_beat_the_file(client, monkeypatch):
         ["--main_process_ip", "10.0.0.1"],
         ["--engine", "slurm"],
     ):
-        with pytest.raises(
-            ConfigurationError, match=f"^{words[0]} has no effect on a job of SageMaker"
-        ):
+        with pytest.raises(ConfigurationError, match=f"^{words[0]} has no effect .*SageMaker"):
             launched(client, *words, "code/train.py")
 
 
@@ -387,10 +385,8 @@ def test_failures_and_interruptions(client, capsys):
     with pytest.raises(SystemExit) as ended:
         launched(client, "code/train.py")
     assert ended.value.code == 130
-    assert (
-        client.CALLS[-1] == ("stop", "job-1")
-        and "stop of job job-1 was requested" in capsys.readouterr().err
-    )
+    assert client.CALLS[-1] == ("stop", "job-1")
+    assert "stop of job job-1" in capsys.readouterr().err
 
 
 def test_the_api_s_function_takes_a_configuration_object():

@@ -91,7 +91,7 @@ def test_each_core_runs_the_function(xla):
     )
     with pytest.raises(ConfigurationError, match="num_processes=8: this TPU has 4 cores"):
         launch("--num_processes", "8", "script_of_cores.py")
-    with pytest.raises(ConfigurationError, match="no function 'other': name the one to run"):
+    with pytest.raises(ConfigurationError, match="no function 'other'"):
         launch("--main_training_function", "other", "script_of_cores.py")
     assert len(script_of_cores.RAN) == 9
 

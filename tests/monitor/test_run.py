@@ -4,6 +4,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -208,15 +209,10 @@ def test_files_that_are_missing(tmp_path):
     events_file(tmp_path, 0).unlink()
     events_file(tmp_path, 0).mkdir()
     notes = looked_at(tmp_path).notes()
-    assert len(notes) == 3 and notes[0].endswith(
-        "rank_00004.steps cannot be read: it is a folder, not a regular file"
-    )
-    assert notes[1].startswith(
-        "5 ranks have begun, but nothing is recorded of ranks 1, 2: their files are missing"
-    )
-    assert notes[2].endswith(
-        "rank_00000.events.jsonl cannot be read: it is a folder, not a regular file"
-    )
+    assert len(notes) == 3
+    assert re.search("rank_00004.steps cannot be read: .*folder", notes[0])
+    assert re.match("5 ranks .*ranks 1, 2: .*missing", notes[1])
+    assert re.search("rank_00000.events.jsonl cannot be read: .*folder", notes[2])
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no named pipes")

@@ -252,7 +252,7 @@ def test_a_port_that_is_in_use(run):
     with serving(run) as first:
         with pytest.raises(
             ConfigurationError,
-            match=f"port {first.server_port} is in use: choose another with --port",
+            match=f"port {first.server_port} is in use: .*--port",
         ):
             Server(runs, port=first.server_port)
     with Server(runs) as one, Server(runs) as two:

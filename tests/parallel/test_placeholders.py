@@ -25,9 +25,7 @@ ALL = [
 @pytest.mark.parametrize("placeholder", ALL, ids=lambda obj: type(obj).__name__)
 def test_without_the_engine(placeholder):
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(
-        PrepareError, match=f"{type(placeholder).__name__} trains nothing in this run: it"
-    ):
+    with pytest.raises(PrepareError, match=f"{type(placeholder).__name__} trains nothing"):
         accelerator.prepare(torch.nn.Linear(2, 2), placeholder)
 
 

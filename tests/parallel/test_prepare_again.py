@@ -100,7 +100,7 @@ def test_optimizers_do_not_step_on_parameters_that_the_layout_does_not_train(ver
     step()
     before = inner[0].weight.detach().clone()
     optimizer.add_param_group({"params": list(inner.adapter.parameters())})
-    with pytest.raises(ValueError, match=r"^adapter\.weight was added or replaced after"):
+    with pytest.raises(ValueError, match=r"^adapter\.weight was added"):
         step()
     assert torch.equal(inner[0].weight, before)
     if version == 0:
@@ -118,5 +118,5 @@ def test_a_step_before_ddp_has_averaged_the_gradients_is_refused(prepared):
     model, wrapped = run.prepare(model, optimizer) if prepared else (run.prepare(model), optimizer)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: wrapped.step())
-    with pytest.raises(PrepareError, match="an optimizer stepped inside of the backward"):
+    with pytest.raises(PrepareError, match="stepped inside of the backward"):
         run.backward(model(torch.ones(1, 2, dtype=torch.float64)).sum())

@@ -408,11 +408,11 @@ def test_models_that_cannot_be_placed_are_refused_by_name(tmp_path):
     with init_empty_weights():
         empty = nn.Linear(2, 2)
     with pytest.raises(
-        CheckpointError, match=r"weight, bias of Linear are on the meta device .*load_checkpoint"
+        CheckpointError, match=r"weight, bias of Linear .*meta device .*load_checkpoint"
     ):
         dispatch_model(empty, {"": "cpu"})
     for wrong in (None, "auto"):
-        with pytest.raises(TypeError, match="not a mapping of names to devices"):
+        with pytest.raises(TypeError, match="mapping of names to devices"):
             dispatch_model(nn.Linear(2, 2), wrong)
     for offload in (cpu_offload, lambda one: disk_offload(one, tmp_path)):
         assert torch.equal(offload(nn.ReLU())(torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))

@@ -174,9 +174,7 @@ def test_clear_errors(trained, tmp_path, caplog):
     path = tmp_path / "x.safetensors"
     state = stored(trained)
     save_file(state, path, metadata={"format": "pt"})
-    with pytest.raises(
-        ValueError, match=r"offloaded to disk, please pass along an `offload_folder`"
-    ):
+    with pytest.raises(ValueError, match=r"disk, .*`offload_folder`"):
         load_checkpoint_in_model(on_meta(), path, device_map={"": "disk"})
     with pytest.raises(ValueError, match=r"doesn't have any device set"):
         load_checkpoint_in_model(on_meta(), path, device_map={"embed": "cpu", "body": "cpu"})
@@ -196,7 +194,7 @@ def test_clear_errors(trained, tmp_path, caplog):
     for model, device_map in ((Model(), None), (on_meta(), {"": "cpu"})):
         with pytest.raises(
             CheckpointError,
-            match=r"unknown to the model: more.w; not in the checkpoint: norm.bias, ",
+            match=r"unknown .*: more.w; not in the checkpoint: norm.bias, ",
         ):
             load_checkpoint_in_model(model, tmp_path / "extra.safetensors", device_map, strict=True)
         caplog.clear()
@@ -218,14 +216,10 @@ def test_checkpoints_that_are_none(tmp_path, trained):
         WeightFileError, match=r"not a folder containing a `.index.json` file or a pytorch_model"
     ):
         checkpoint_files(tmp_path)
-    with pytest.raises(
-        WeightFileError, match=r"`checkpoint` should be the path to a file .* but got .*nothing"
-    ):
+    with pytest.raises(WeightFileError, match=r"`checkpoint` .* file .* got .*nothing"):
         checkpoint_files(tmp_path / "nothing")
     (tmp_path / "a.index.json").write_text(json.dumps({"weight_map": {"w": "gone.safetensors"}}))
-    with pytest.raises(
-        CheckpointError, match=r"names files that do not exist: .*gone\.safetensors"
-    ):
+    with pytest.raises(CheckpointError, match=r"do not exist: .*gone\.safetensors"):
         checkpoint_files(tmp_path)
     (tmp_path / "b.index.json").write_text("{}")
     with pytest.raises(WeightFileError, match=r"more than one `.index.json` file"):
@@ -326,7 +320,7 @@ def test_a_checkpoint_of_another_model(trained, tmp_path, device_map):
     }
     with pytest.raises(
         CheckpointError,
-        match=r"no weight of Model: it has encoder.body.*, and the model has body.0",
+        match=r"no weight of Model: .*encoder.body.*model has body.0",
     ):
         load_checkpoint_in_model(model, path, device_map, offload_folder=tmp_path / "offload")
     assert not (tmp_path / "offload").exists()
@@ -336,7 +330,7 @@ def test_a_checkpoint_of_another_model(trained, tmp_path, device_map):
     if device_map:
         with pytest.raises(
             CheckpointError,
-            match=r"does not have body.0.bias, .* of Model, which is on the meta device",
+            match=r"body.0.bias, .* of Model, .*meta device",
         ):
             load_checkpoint_and_dispatch(
                 model, path, device_map=device_map, offload_folder=tmp_path / "offload"

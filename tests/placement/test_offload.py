@@ -152,7 +152,5 @@ def test_loader_joins_memory_files_and_safetensors(tmp_path):
         assert same(twin["c"], loader["c"])
     with pytest.raises(KeyError, match="nothing"):
         loader["nothing"]
-    with pytest.raises(
-        CheckpointError, match=r"a\.w as a file of an offload folder, and no folder"
-    ):
+    with pytest.raises(CheckpointError, match=r"a\.w as a file"):
         OffloadedWeightsLoader(index=index)["a.w"]

@@ -145,9 +145,9 @@ class TestWithBitsandbytes:
         assert type(model[0].out_proj).__name__ == "NonDynamicallyQuantizableLinear"
 
     def test_refused(self, model, weights, tmp_path):
-        with pytest.raises(RuntimeError, match="`weights_location` needs to be the folder path"):
+        with pytest.raises(RuntimeError, match="`weights_location`"):
             load_and_quantize_model(empty(), BnbQuantizationConfig(**EIGHT))
-        with pytest.raises(ValueError, match="would be offloaded, and 4-bit layers cannot be"):
+        with pytest.raises(ValueError, match="offloaded, and 4-bit layers"):
             limits = {"cpu": 3000}
             load_and_quantize_model(
                 empty(),

@@ -51,9 +51,7 @@ def test_to_meta_and_back():
     set_module_tensor_to_device(model, "0.weight", "cpu")
     assert model[0].weight is weight  # it is there already
     set_module_tensor_to_device(model, "0.weight", "meta")
-    with pytest.raises(
-        ValueError, match=r"0\.weight is on the meta device, we need a `value` to put in on cpu"
-    ):
+    with pytest.raises(ValueError, match=r"0\.weight .*meta device, .*`value` .*cpu"):
         set_module_tensor_to_device(model, "0.weight", "cpu")
     set_module_tensor_to_device(model, "0.weight", "meta", dtype=torch.float16)
     assert model[0].weight.dtype == torch.float16

@@ -273,7 +273,7 @@ def sharded_by_hand(accelerator):
     model, _ = make()
     fully_shard(model)
     model(**batches()[0])
-    with pytest.raises(PrepareError, match="was sharded by hand and has run"):
+    with pytest.raises(PrepareError, match="by hand and has run"):
         accelerator.prepare(model)
 
 

@@ -186,7 +186,7 @@ def test_what_a_layout_cannot_do_is_refused(nproc):
     accelerator = Accelerator(
         cpu=True, mixed_precision="bf16", precision_policy=POLICY, **sharded_by_size(2)
     )
-    with pytest.raises(PrepareError, match="precision_policy: no module of Linear has a name like"):
+    with pytest.raises(PrepareError, match="precision_policy: no module of Linear"):
         accelerator.prepare(nn.Linear(2, 2))
     model = make()
     model.blocks[0].norm.weight = model.blocks[0].linear.bias

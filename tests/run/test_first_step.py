@@ -299,7 +299,7 @@ def test_a_closure_computes_the_gradients(caplog):
 def test_containers_are_not_prepared(wrap):
     with pytest.raises(
         PrepareError,
-        match=r"a (list|tuple|dict) of them \(Sequential, SGD, DataLoader\).*\*objects",
+        match=r"a (list|tuple|dict) .*\(Sequential, SGD, DataLoader\).*\*objects",
     ):
         Accelerator(cpu=True).prepare(wrap(build()))
 
@@ -436,9 +436,7 @@ def test_what_another_rank_finds():
         loss=lambda output, target: output.sum() * next(losses),
     )
     found = gather_object(warnings(logged))
-    assert any("rank 1: " in text and "the loss of backward 1 is inf" in text for text in found), (
-        found
-    )
+    assert any("rank 1: " in text and "backward 1 is inf" in text for text in found), found
 
 
 @on_ranks(2)

@@ -159,9 +159,7 @@ def test_state_without_deepspeed_or_other_ranks():
         accelerator.state.select_deepspeed_plugin,
         accelerator.state.get_deepspeed_plugin,
     ):
-        with pytest.raises(
-            ConfigurationError, match="no DeepSpeed plugin 'a': the Accelerator was given none"
-        ):
+        with pytest.raises(ConfigurationError, match=r"no DeepSpeed plugin 'a': .*none"):
             choose("a")
     # As in the API, a single process runs what a script leaves to any of several.
     assert accelerator.on_process(lambda: "done", process_index=1)() == "done"

@@ -52,29 +52,25 @@ def gather(**options):
 def test_ranks_in_different_collectives():
     other = gather(pending=[(57, "all_to_all", "uint8 [64]")])
     lines = explain({0: backward(), 1: backward(), 2: backward(), 3: other}, {}).splitlines()
-    assert lines[:2] == [
-        "The run stands still for 12 s: ranks 0-2 wait in all_reduce of `accelerator.backward` (train.py:91); "
-        "rank 3 waits in `gather` (train.py:88).",
-        "  - collective 57 of the process group 0/default_pg differs: all_reduce of float32 [9] on ranks 0-2, "
-        "gather of float32 [4] on rank 3",
-    ]
-    assert lines[2].startswith("  Every rank must call the same collectives")
+    assert " 12 s: ranks 0-2 wait in all_reduce of `accelerator.backward` (train.py:91)" in lines[0]
+    assert "rank 3 waits in `gather` (train.py:88)" in lines[0]
+    assert lines[1].startswith("  - collective 57 of the process group 0/default_pg differs: ")
+    operations = lines[1].partition("differs: ")[2]
+    assert operations == ("all_reduce of float32 [9] on ranks 0-2, gather of float32 [4] on rank 3")
+    assert "the same collectives" in lines[2]
     text = explain({0: backward(), 1: backward("[18]")}, {})
-    assert (
-        "differs: all_reduce of float32 [9] on rank 0, all_reduce of float32 [18] on rank 1" in text
-    )
+    assert "all_reduce of float32 [9] on rank 0" in text
+    assert "all_reduce of float32 [18] on rank 1" in text
     assert "The ranks agree" in explain({0: backward(), 1: backward()}, {})
 
 
 def test_ranks_that_are_not_in_a_collective():
     saves = status("save_state", "train.py:70", cpu=11.0)
     text = explain({0: saves, 1: gather(), 2: gather()}, {})
-    assert text.startswith(
-        "The run has waited 12 s: rank 0 is in `save_state` (train.py:70), with 11.0 s of CPU time"
-    )
+    assert " 12 s: rank 0 is in `save_state` (train.py:70), with 11.0 s of CPU" in text
     assert "ranks 1, 2 wait in `gather` (train.py:88)" in text and "Every rank" not in text
     text = explain({0: backward()}, {1: "has ended", 2: "", 3: "is stopped (process 7)"})
-    assert "stands still for 12 s: no answer from rank 2 (stopped, killed, or" in text
+    assert " 12 s: no answer from rank 2 (stopped, killed" in text
     assert "; rank 1 has ended; rank 3 is stopped (process 7)" in text
     # A child process that computes is named.
     text = explain({0: status("run", child="77 (python work.py)"), 1: gather()}, {})

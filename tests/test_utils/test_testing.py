@@ -36,10 +36,8 @@ def test_conditions_skip_with_a_reason() -> None:
     result = unittest.TestResult()
     unittest.defaultTestLoader.loadTestsFromTestCase(Case).run(result)
     assert result.testsRun == 3 and result.wasSuccessful()
-    assert sorted(reason for _, reason in result.skipped) == [
-        "test requires RUN_SLOW=1, as it is slow",
-        "test requires npu",
-    ]
+    slow, npu = sorted(reason for _, reason in result.skipped)
+    assert "RUN_SLOW=1" in slow and "npu" in npu
     with pytest.raises(ValueError, match="version="):
         test_utils.require_torch_min_version(Case.test_runs)
 

@@ -364,14 +364,12 @@ def test_refusals():
     accelerator, model = fresh(), Model()
     accelerator.prepare(DataLoader(rows(), BATCH))
     by_layers(model, world())
-    with pytest.raises(
-        PrepareError, match="was prepared for 2 data shards, and Model, sharded already, has 1"
-    ):
+    with pytest.raises(PrepareError, match=r"2 data shards, and Model, .*has 1"):
         accelerator.prepare(model)
     with torch.device("meta"):
         model = Model()
     by_units(model, world())
-    with pytest.raises(PrepareError, match=r"embedding\.weight of .*Model is on the meta device"):
+    with pytest.raises(PrepareError, match=r"embedding\.weight of .*Model .*meta device"):
         fresh().prepare(model)
 
 

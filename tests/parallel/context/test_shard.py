@@ -32,9 +32,7 @@ def test_balanced_ranks_see_the_same_number_of_keys():
 def test_a_length_that_cannot_be_shared_is_named():
     layout = layouts(4, balanced=True)[0]
     layout.check(24, "ids")
-    with pytest.raises(
-        ConfigurationError, match=r"ids has 20 rows .*multiple of 2 x cp_size = 8.* to 24"
-    ):
+    with pytest.raises(ConfigurationError, match=r"ids has 20 .*2 x cp_size = 8.* 24"):
         layout.check(20, "ids")
     with pytest.raises(ConfigurationError, match="0 rows"):
         layout.check(0, "ids")

@@ -124,7 +124,7 @@ def test_containers_in_the_state_are_refused_before_anything_is_written(flat, ki
     )
     train(model, optimizer, range(1), accelerator)
     with pytest.raises(
-        CheckpointError, match="state 'nested' of NestedMomentum is a dict, which FSDP1 cannot save"
+        CheckpointError, match=r"state 'nested' of NestedMomentum is a dict, .*FSDP1"
     ):
         accelerator.save_state(str(tmp_path / "saved"))
     assert not (tmp_path / "saved").exists()

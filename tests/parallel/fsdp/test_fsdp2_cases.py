@@ -322,7 +322,7 @@ def test_parameters_of_several_dtypes_in_a_unit():
     nested = Mixed()
     nested.norm = nn.Sequential(nn.LayerNorm(WIDTH))
     nested.norm.scale = nn.Parameter(torch.ones(1, dtype=torch.float32))
-    with pytest.raises(PrepareError, match=r"shards norm \(Sequential\) as one unit, which trains"):
+    with pytest.raises(PrepareError, match=r"shards norm \(Sequential\) as one unit"):
         fresh(Plugin(fsdp_version=2, auto_wrap_policy="NO_WRAP")).prepare(nested)
 
 
@@ -343,7 +343,7 @@ def test_a_module_in_two_models_is_refused(version, policy, at_once):
     models = [one, two] if at_once else [two]
     if not at_once:
         accelerator.prepare(one)
-    with pytest.raises(PrepareError, match=r"base\..*weight is a parameter of another model too"):
+    with pytest.raises(PrepareError, match=r"base\..*weight is .* of another model"):
         accelerator.prepare(*models)
 
 
@@ -394,9 +394,7 @@ def test_a_layer_of_two_models(options, calls):
     accelerator = Accelerator(cpu=True, fsdp_plugin=Plugin(auto_wrap_policy="NO_WRAP", **options))
     body = nn.Linear(4, 4)
     first, second = nn.Sequential(body, nn.Linear(4, 2)), nn.Sequential(body, nn.ReLU())
-    with pytest.raises(
-        PrepareError, match=r"0(\.weight)? is a (layer|parameter) of another model too"
-    ):
+    with pytest.raises(PrepareError, match=r"0(\.weight)? is .* of another model"):
         if calls == 1:
             accelerator.prepare(first, second)
         else:

@@ -98,18 +98,14 @@ def test_a_head_is_never_split():
     for layer in model.layers:
         # As the models of transformers: the size of a head, but no count.
         del layer.attention.num_heads, layer.attention.num_kv_heads
-    with pytest.raises(
-        PrepareError, match=r"does not divide the 2 heads of layers\.0\.attention\.k_proj"
-    ):
+    with pytest.raises(PrepareError, match=r"the 2 heads of layers\.0\.attention\.k_proj"):
         styles(model, tensor_plan.infer_plan(model, 4), size=4)
 
 
 def test_one_matrix_for_queries_keys_and_values_needs_a_plan():
     model = small()
     model.layers[1].attention.c_attn = nn.Linear(16, 48)
-    with pytest.raises(
-        PrepareError, match=r"layers\.1\.attention: c_attn holds queries, keys and values"
-    ):
+    with pytest.raises(PrepareError, match=r"layers\.1\.attention: c_attn "):
         tensor_plan.infer_plan(model, 2)
     with pytest.raises(PrepareError, match="in_proj_weight"):
         tensor_plan.infer_plan(nn.TransformerEncoderLayer(8, 2), 2)
@@ -152,12 +148,10 @@ def test_the_stream_between_split_layers_along_the_sequence():
     found = tensor_plan.along_sequence(model, styles(model, tensor_plan.infer_plan(model, 2))[0])
     assert isinstance(found["layers.0"], kinds.SequenceEntry) and found["layers.0"].gather
     model.layers[0].extra = nn.Linear(16, 16)
-    with pytest.raises(
-        PrepareError, match=r"layers\.0\.extra \(Linear\) is neither split nor a norm"
-    ):
+    with pytest.raises(PrepareError, match=r"layers\.0\.extra \(Linear\) is neither split"):
         tensor_plan.along_sequence(model, styles(model, tensor_plan.infer_plan(model, 2))[0])
     block = model.layers[0]
-    with pytest.raises(PrepareError, match="is in no list of blocks"):
+    with pytest.raises(PrepareError, match="no list of blocks"):
         tensor_plan.along_sequence(block, styles(block, tensor_plan.infer_plan(block, 2))[0])
 
 
@@ -177,7 +171,7 @@ def test_the_output_layer_stays_split_for_the_loss():
 def test_options_are_checked():
     assert TorchTensorParallelConfig().plan is None
     for wrong in ("auto", {}):
-        with pytest.raises(ConfigurationError, match="maps names of modules to words"):
+        with pytest.raises(ConfigurationError, match="names of modules to words"):
             TorchTensorParallelConfig(plan=wrong)
     with pytest.raises(
         ConfigurationError, match="tp_handler takes a TorchTensorParallelConfig, not <class 'dict'>"

@@ -107,15 +107,11 @@ def test_refusals():
     fused = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=16, n_embd=16, n_layer=1, n_head=4)
     )
-    with pytest.raises(
-        PrepareError, match=r"transformer\.h\.0\.attn: c_attn holds queries, keys and values"
-    ):
+    with pytest.raises(PrepareError, match=r"transformer\.h\.0\.attn: c_attn "):
         accelerator.prepare(fused)
-    with pytest.raises(PrepareError, match="layers of experts are not split"):
+    with pytest.raises(PrepareError, match="layers of experts"):
         accelerator.prepare(make("Mixtral", num_local_experts=2))
-    with pytest.raises(
-        PrepareError, match=r"tp_size=2 does not divide the 1 heads of model\.layers\.0\.self_attn"
-    ):
+    with pytest.raises(PrepareError, match=r"tp_size=2 .*1 heads of model\.layers\.0\.self_attn"):
         accelerator.prepare(make("Llama", num_key_value_heads=1))
     assert not any(isinstance(parameter, DTensor) for parameter in fused.parameters())
 
