@@ -64,6 +64,9 @@ ON_FOUR = ("embedding", "two", "experts")
 OTHERS = tuple(case for case in CASES if case not in ON_FOUR)
 # DoRA and experts are refused under tensor parallelism.
 SPLIT = tuple(case for case in CASES if case not in ("dora", "experts"))
+# Layers split by rows and by columns, an embedding, and whole trained layers; the others are split alike.
+SPLIT_AND_SHARDED = ("modules_to_save", "embedding", "two")
+OTHERS_SPLIT = tuple(case for case in SPLIT if case not in SPLIT_AND_SHARDED)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +82,8 @@ SPLIT = tuple(case for case in CASES if case not in ("dora", "experts"))
         pytest.param(2, "fsdp full", ON_FOUR, id="fsdp full-2"),
         pytest.param(2, "fsdp full", OTHERS, id="fsdp full-2-others", marks=pytest.mark.thorough),
         pytest.param(2, "tp", SPLIT, id="tp-2"),
-        pytest.param(4, "fsdp tp", SPLIT, id="fsdp tp-4"),
+        pytest.param(4, "fsdp tp", SPLIT_AND_SHARDED, id="fsdp tp-4"),
+        pytest.param(4, "fsdp tp", OTHERS_SPLIT, id="fsdp tp-4-others", marks=pytest.mark.thorough),
     ],
 )
 def test_training_and_checkpoint(ranks, nproc, layout, names, tmp_path):
