@@ -403,10 +403,22 @@ def test_a_replaced_wait_comes_before_a_numbered_save(tmp_path):
 
 
 def test_a_replaced_function_that_is_not_called_is_named(monkeypatch, caplog):
+    refuse = "_refuse_recurrent_layers_under_sequence_parallelism"
+    for path in (f"accelerator.{refuse}", f"big_modeling.{refuse}"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"accelerate.{path}", lambda model: None, raising=False)
+            Accelerator(cpu=True).prepare(torch.nn.Linear(2, 1))
+        accelerate.accelerator._warn_of_replaced.cache_clear()
+    assert caplog.text.count(refuse) == 2
     monkeypatch.setattr("accelerate.utils.fsdp_utils.fsdp2_load_full_state_dict", print)
     for _ in range(2):
         Accelerator(cpu=True).prepare(torch.nn.Linear(2, 1))
     assert caplog.text.count("fsdp2_load_full_state_dict") == 1
+    caplog.clear()
+    accelerate.accelerator._warn_of_replaced.cache_clear()
+    monkeypatch.undo()
+    Accelerator(cpu=True).prepare(torch.nn.Linear(2, 1))
+    assert not caplog.text
 
 
 def test_contexts_decorate_functions(accelerator):

@@ -92,12 +92,13 @@ _NOT_GIVEN: Any = object()
 
 # Where packages replace functions of the API, and functions that nothing here calls, by the module that defines them.
 _EXPORTERS = ("accelerator", "utils.fsdp_utils", "utils")
-_UNCALLED = {
-    "fsdp2_load_full_state_dict": "parallel.fsdp.by_hand",
-    "fsdp2_prepare_auto_wrap_policy": "parallel.fsdp.by_hand",
-    "_get_model_state_dict": "checkpointing.sharded_api",
-    "_set_model_state_dict": "checkpointing.sharded_api",
-}
+_UNCALLED = (
+    "parallel.fsdp.by_hand.fsdp2_load_full_state_dict",
+    "parallel.fsdp.by_hand.fsdp2_prepare_auto_wrap_policy",
+    "checkpointing.sharded_api._get_model_state_dict",
+    "checkpointing.sharded_api._set_model_state_dict",
+    "big_modeling._refuse_recurrent_layers_under_sequence_parallelism",
+)
 
 
 class _Preparing(NamedTuple):
@@ -377,7 +378,7 @@ class Accelerator(RunInterface):
                 f"it has {len(device_placement)}"
             )
         replaced_names = [
-            name for name, home in _UNCALLED.items() if replaced(name, home, _EXPORTERS)
+            path.rpartition(".")[2] for path in _UNCALLED if replaced(path, _EXPORTERS)
         ]
         if type(self).distributed_type is not RunInterface.distributed_type:
             replaced_names.append("Accelerator.distributed_type")
@@ -519,8 +520,8 @@ class Accelerator(RunInterface):
                 bundle.place[i] = False
             if not evaluation:
                 refuse_lost_gradients(model)
-        if self.strategy.api_method == "_prepare_fsdp2" and not evaluation:
-            shard = replaced("fsdp2_prepare_model", "parallel.fsdp.by_hand", _EXPORTERS)
+        if self.strategy.api_function is not None and not evaluation:
+            shard = replaced(self.strategy.api_function, _EXPORTERS)
             if shard is not None:
                 bundle.models = [
                     _shard_elsewhere(self.strategy, functools.partial(shard, self), model)
@@ -901,7 +902,10 @@ class Accelerator(RunInterface):
         except (RuntimeError, AttributeError) as error:
             devices.report_exhausted(error)
             raise_lost(error, "`accelerator.backward`")
-            if add_remedy(error):
+            concerns_loss = add_remedy(error)
+            # A backward of the user's own may raise the same error of another tensor.
+            can_backward = isinstance(loss, torch.Tensor) and loss.requires_grad
+            if concerns_loss and not (can_backward and loss.numel() == 1):
                 # The frames of torch explain nothing: the loss is wrong.
                 error.__traceback__ = None
             raise

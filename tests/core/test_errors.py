@@ -111,6 +111,55 @@ def test_an_error_inside_of_a_public_method_keeps_its_traceback(tmp_path):
     assert traceback.extract_tb(caught.tb)[-1].name == "to"
 
 
+class Elsewhere(torch.autograd.Function):
+    """Its backward has the mistake that it is told to make."""
+
+    @staticmethod
+    def forward(ctx, x, mistake):
+        ctx.mistake = mistake
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.mistake(), None
+
+
+def another_device():
+    raise RuntimeError("Expected all tensors to be on the same device, but got cuda:0 and cpu")
+
+
+def another_tensor():
+    torch.autograd.backward(torch.ones(2))
+
+
+def another_vector():
+    with torch.enable_grad():
+        torch.autograd.backward(torch.ones(2, requires_grad=True) * 2)
+
+
+def another_object():
+    return (3.0).backward()
+
+
+@pytest.mark.parametrize(
+    "mistake", [another_device, another_tensor, another_vector, another_object]
+)
+def test_an_error_in_a_backward_of_the_users_own_keeps_its_line(mistake):
+    """The remedy is added, and the traceback has the line that is wrong; also under recomputation."""
+    accelerator, model, _ = prepared()
+
+    def block(x):
+        return Elsewhere.apply(model(x), mistake)
+
+    recomputed = torch.utils.checkpoint.checkpoint(block, torch.ones(2, 4), use_reentrant=False)
+    for output in (block(torch.ones(2, 4)), recomputed):
+        with pytest.raises((RuntimeError, AttributeError)) as caught:
+            accelerator.backward(output.sum())
+        frames = [frame.name for frame in traceback.extract_tb(caught.tb)]
+        assert mistake.__name__ in frames
+        assert caught.value.__notes__[0].startswith("accelerate: ")
+
+
 def test_an_uncaught_error_has_its_remedy_too(capsys):
     """Where the error is raised outside of this package, the hook of uncaught exceptions adds the line."""
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")

@@ -89,11 +89,8 @@ def suggestion(word: object, choices: Iterable[object], form: str = " (did you m
     return ""
 
 
-# What torch says about frequent mistakes, and what to do about them here.
-_REMEDIES = {
-    "Expected to have finished reduction in the prior iteration": "a step leaves out parameters of a model under DDP. "
-    "Use `Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])`, or freeze these "
-    "parameters (`requires_grad_(False)`) before `prepare`",
+# What torch says about frequent mistakes, and what to do about them here: first those of a loss.
+_LOSS_REMEDIES = {
     "grad can be implicitly created only for scalar outputs": "`accelerator.backward(loss)` needs a loss of one "
     "element: call `loss.mean()`, or use a loss function with a `reduction`",
     "does not require grad and does not have a grad_fn": "the loss is not connected to a parameter that trains: look "
@@ -101,6 +98,12 @@ _REMEDIES = {
     "model whose parameters are all frozen",
     "object has no attribute 'backward'": "`accelerator.backward(loss)` needs the tensor that the model or the loss "
     "function has returned, not a number: call `loss.item()` only after it",
+}
+_REMEDIES = {
+    **_LOSS_REMEDIES,
+    "Expected to have finished reduction in the prior iteration": "a step leaves out parameters of a model under DDP. "
+    "Use `Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])`, or freeze these "
+    "parameters (`requires_grad_(False)`) before `prepare`",
     "but _scale is None": "mixed precision fp16 scales the loss: call `accelerator.backward(loss)`, not "
     "`loss.backward()`",
     "Expected all tensors to be on the same device": "`prepare` moves the model and the batches of a prepared loader: "
@@ -109,14 +112,18 @@ _REMEDIES = {
 
 
 def add_remedy(error: BaseException) -> bool:
-    """Add a line to the traceback of an error of torch that says what to do about a frequent mistake, if it is one."""
+    """Add a line to the traceback of an error of torch that says what to do about a frequent mistake, if it is one.
+
+    Returns:
+        Whether it is an error that a wrong loss causes.
+    """
     text = str(error)
     for message, remedy in _REMEDIES.items():
         if message in text:
             note = f"accelerate: {remedy}"
             if note not in getattr(error, "__notes__", ()):
                 error.add_note(note)
-            return True
+            return message in _LOSS_REMEDIES
     return False
 
 

@@ -85,6 +85,7 @@ class Strategy:
     Fields:
         name: as `explain` prints it.
         api_method: the method of `Accelerator` that packages replace to lay out models otherwise; None without one.
+        api_function: the function that they replace to shard one model, and its module; None without one.
         shards_parameters: whether optimizers step shards of parameters (DTensors).
         divides_loss: whether the caller divides a loss by the steps of its accumulation window before `backward`.
         joins: whether `join` lets processes run out of batches at different times.
@@ -97,6 +98,7 @@ class Strategy:
 
     name = "single process"
     api_method: str | None = None
+    api_function: str | None = None
     shards_parameters = False
     divides_loss = True
     joins = False

@@ -48,23 +48,26 @@ def replaceable(method: Method) -> Method:
     return method
 
 
-def replaced(name: str, home: str, exporters: Iterable[str]) -> Any:
-    """Return what a package has assigned in place of a function, in one of the modules that export it; or None.
+def replaced(path: str, exporters: Iterable[str]) -> Any:
+    """Return what a package has assigned in place of a function, in one of the modules that have it; or None.
 
     Args:
-        name: the name of the function.
-        home: the module of this package that defines it.
-        exporters: modules of this package under whose names it is imported.
+        path: the module of this package that defines the function, and its name.
+        exporters: modules of this package under whose names it is imported as well.
     """
+    home, _, name = path.rpartition(".")
     definition = sys.modules.get(f"{ROOT}.{home}")
-    original = getattr(definition, name, None)
-    for exporter in exporters:
+    for exporter in (*exporters, home):
         module = sys.modules.get(f"{ROOT}.{exporter}")
         if module is None:
             continue
         # Its own names: others would be imported.
         value = vars(module).get(name)
-        if value is not None and value is not original:
+        if value is None:
+            continue
+        # A function that this package defines has the names of its module as its globals.
+        names = getattr(value, "__globals__", None)
+        if definition is None or names is not vars(definition):
             return value
     return None
 

@@ -81,6 +81,7 @@ class FullyShardedDataParallel(ShardedStrategy):
 
     name = "FSDP2"
     api_method = "_prepare_fsdp2"
+    api_function = "parallel.fsdp.by_hand.fsdp2_prepare_model"
 
     def __init__(
         self,
