@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from ..core.constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_PATTERN_NAME
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write, user_path
-from ..core.modules import class_name, direct_parameters
+from ..core.modules import class_name, direct_tensors
 from ..parallel.adapters import CONFIG_FILE, is_merged, merged_module, original_module
 from ..parallel.fsdp.state import is_fsdp1
 from ..parallel.pipeline.stage import StandIn
@@ -146,13 +146,10 @@ def _pieces(model: nn.Module) -> Iterator[Piece]:
         if is_merged(module):
             yield _merged_piece(module, prefix)
             return
-        tensors: dict[str, torch.Tensor] = dict(direct_parameters(module))
         persistent = module.state_dict()
-        for name, buffer in module.named_buffers(recurse=False):
-            if name in persistent:
-                tensors[name] = buffer
-        for name, tensor in tensors.items():
-            if id(tensor) not in seen:
+        for name, tensor in direct_tensors(module).items():
+            is_exported = name in persistent or isinstance(tensor, nn.Parameter)
+            if is_exported and id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield Piece(
                     {f"{prefix}{name}": tensor},

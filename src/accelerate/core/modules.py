@@ -49,10 +49,14 @@ def direct_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(nn.Module.named_parameters(module, recurse=False, remove_duplicate=False))
 
 
+def direct_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of a module without those of its submodules, under all their names."""
+    return dict(nn.Module.named_buffers(module, recurse=False, remove_duplicate=False))
+
+
 def direct_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and buffers of a module without those of its submodules, under all their names."""
-    buffers = nn.Module.named_buffers(module, recurse=False, remove_duplicate=False)
-    return {**direct_parameters(module), **dict(buffers)}
+    return {**direct_parameters(module), **direct_buffers(module)}
 
 
 def named_bottom_up(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -29,6 +29,7 @@ from ..parallel.pipeline.split import (
     is_inside,
     last_units,
     module_bytes,
+    named_bounds,
     order_conflict,
 )
 from ..parallel.pipeline.stage import StagedModel
@@ -133,27 +134,9 @@ def _cut(
     order = tuple(dict.fromkeys(seen.calls))
     if requested == "auto":
         points = _balanced(units, order, stages)
-    elif len(points) != stages - 1:
-        raise PrepareError(
-            f"{len(points)} split points make {len(points) + 1} stages; there are {stages} processes"
-        )
-    begins = [0]
-    for point in points:
-        inside = [index for index, name in enumerate(order) if is_inside(name, point)]
-        if not inside:
-            raise PrepareError(
-                f"split_points names {point}, where {type(model).__name__} computes nothing with parameters: it can "
-                f"be cut at {', '.join(order)}"
-            )
-        begins.append(inside[0])
-    bounds = (*begins, len(order))
-    if sorted(set(bounds)) != list(bounds):
-        raise PrepareError(
-            f"split_points {', '.join(points)} are not in the order in which {type(model).__name__} computes, or "
-            "leave a stage empty"
-        )
-    carried = seen.used_across(order, [*bounds[1:-1], len(order)])
-    cut = StageSplit(order, bounds, len(order))
+    bounds = named_bounds(model, order, points, stages)
+    carried = seen.used_across(order, bounds[1:])
+    cut = StageSplit(order, tuple(bounds), len(order))
     problem = order_conflict(cut, seen.calls)
     if problem:
         raise PrepareError(

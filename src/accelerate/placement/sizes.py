@@ -109,7 +109,7 @@ def named_module_tensors(
     hidden: set[str] = set()
     if remove_non_persistent:
         hidden = get_non_persistent_buffers(module, recurse, fqns=True)
-    for name, buffer in module.named_buffers(recurse=recurse):
+    for name, buffer in nn.Module.named_buffers(module, recurse=recurse):
         if name not in hidden:
             yield name, buffer
 
@@ -276,7 +276,7 @@ def members_of(name: str, module: nn.Module) -> list[NamedPart]:
     members: Iterable[tuple[str, Any]] = itertools.chain(
         nn.Module.named_parameters(module, recurse=False),
         module.named_children(),
-        module.named_buffers(recurse=False),
+        nn.Module.named_buffers(module, recurse=False),
     )
     return [(join(name, leaf), part) for leaf, part in members]
 

@@ -72,22 +72,22 @@ def test_a_model_is_cut_at_its_blocks() -> None:
     assert heavy.bounds == (0, 4, 7)
     named = cut_model(Model(), 3, ["body.blocks.1", "head.0"])
     assert named.bounds == (0, 2, 5, 7) and named.tail == 5
+    # A module that contains units: its first one.
+    assert cut_model(Model(), 3, ["body", "head"]).bounds == (0, 1, 5, 7)
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
     for points, stages, named in (
         (["body.blocks.9"], 2, r"no module of Model: body\.blocks\.9"),
         (["head.0"], 3, "make 2 stages; 3 are requested"),
-        (
-            ["body"],
-            2,
-            r"names body, where Model cannot be cut: its units are embed, body\.blocks\.0",
-        ),
         (["head.0", "body.blocks.2"], 3, "not in the order"),
         (["embed"], 2, "leave a stage empty"),
     ):
         with pytest.raises(PrepareError, match=named):
             cut_model(Model(), stages, points)
+    nested = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Linear(1, 1))
+    with pytest.raises(PrepareError, match=r"0\.1, where Sequential cannot be cut.* 0, 1"):
+        cut_model(nested, 2, ["0.1"])
     with pytest.raises(PrepareError, match=r"has 4 blocks \(body\.blocks\.0.*\) and 5 stages"):
         cut_model(Model(), 5)
 

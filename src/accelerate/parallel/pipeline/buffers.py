@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...core.errors import PrepareError
+from ...core.modules import direct_buffers
 
 # (module, name) where a buffer is registered.
 Place = tuple[nn.Module, str]
@@ -36,7 +37,7 @@ class StageBuffers:
         self._results: Buffers = {}
         names: dict[int, str] = {}
         for prefix, module in model.named_modules():
-            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            for name, buffer in direct_buffers(module).items():
                 full_name = ".".join(filter(None, (prefix, name)))
                 first_name = names.setdefault(id(buffer), full_name)
                 self.places.setdefault(first_name, []).append((module, name))

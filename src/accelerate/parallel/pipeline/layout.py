@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...core.errors import PrepareError
+from ...core.modules import direct_parameters
 from ...runtime import mesh
 from .. import materialize
 from ..fsdp.strategy import shard_model
@@ -245,7 +246,7 @@ class TiedParameters:
         self.channel = channel
         places: dict[int, _TiedParameter] = {}
         for prefix, module in model.named_modules():
-            for name, _ in module.named_parameters(recurse=False):
+            for name in direct_parameters(module):
                 full_name = f"{prefix}.{name}".removeprefix(".")
                 shared = sharing.get(materialize.canonical_name(full_name))
                 if shared is not None:

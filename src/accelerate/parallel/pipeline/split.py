@@ -127,7 +127,7 @@ def cut_model(
     Args:
         model: the model.
         stages: how many, on all ranks together.
-        split_points: names of the units at which stages 2, 3, ... begin. None: a stage begins at an entry of the
+        split_points: names of the modules at which stages 2, 3, ... begin. None: a stage begins at an entry of the
             largest list of blocks, or of a list in a carried module, such that the costliest stage costs least.
         cost: of units; None: their bytes.
         carried: names of modules whose output is sent to all later stages.
@@ -143,7 +143,7 @@ def cut_model(
     names = [unit.name for unit in units]
     blocks = _blocks(units, carried)
     if split_points is not None:
-        bounds = _named_bounds(model, names, list(split_points), stages)
+        bounds = named_bounds(model, names, split_points, stages)
     else:
         costs = [float(unit.size) for unit in units]
         if cost is not None:
@@ -212,24 +212,39 @@ def _blocks(units: Sequence[Unit], carried: Sequence[str]) -> list[int]:
     return [number for number, unit in enumerate(units) if unit.blocks in lists]
 
 
-def _named_bounds(
+def named_bounds(
     model: nn.Module, names: Sequence[str], points: Sequence[str], stages: int
 ) -> list[int]:
+    """The bounds of stages that begin at named modules: units, or modules that contain units.
+
+    Args:
+        model: the model.
+        names: of the units, in the order in which they compute.
+        points: names of the modules at which stages 2, 3, ... begin.
+        stages: how many.
+
+    Raises:
+        PrepareError: for names that do not fit.
+    """
     check_names(model, points)
     if len(points) != stages - 1:
         raise PrepareError(
             f"{len(points)} split_points make {len(points) + 1} stages; {stages} are requested"
         )
-    inner = [point for point in points if point not in names]
-    if inner:
-        raise PrepareError(
-            f"split_points names {', '.join(inner)}, where {type(model).__name__} cannot be cut: its units are "
-            f"{_listed(names)}"
-        )
-    bounds = [0, *map(names.index, points), len(names)]
+    bounds = [0]
+    for point in points:
+        contained = [number for number, name in enumerate(names) if is_inside(name, point)]
+        if not contained:
+            raise PrepareError(
+                f"split_points names {point}, where {type(model).__name__} cannot be cut: its units are "
+                f"{_listed(names)}"
+            )
+        bounds.append(contained[0])
+    bounds.append(len(names))
     if sorted(set(bounds)) != bounds:
         raise PrepareError(
-            f"split_points {', '.join(points)} are not in the order of the model, or leave a stage empty"
+            f"split_points {', '.join(points)} are not in the order in which {type(model).__name__} computes, or "
+            "leave a stage empty"
         )
     return bounds
 

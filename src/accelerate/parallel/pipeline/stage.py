@@ -20,7 +20,7 @@ from torch import nn
 
 from ...core import trees
 from ...core.errors import PrepareError
-from ...core.modules import class_name, direct_tensors
+from ...core.modules import class_name, direct_buffers, direct_parameters, direct_tensors
 from .buffers import StageBuffers
 from .microbatch import Args, Kwargs
 from .p2p import describe, fill, is_spec
@@ -97,7 +97,7 @@ class StandIn(nn.Module):
         if number not in staged.own_numbers:
             for name, child in unit.named_children():
                 self.add_module(name, child)
-            for name, parameter in list(unit.named_parameters(recurse=False)):
+            for name, parameter in direct_parameters(unit).items():
                 # One place: what replaces the parameter is looked for in the model.
                 delattr(unit, name)
                 self.register_parameter(name, parameter)
@@ -374,7 +374,7 @@ def present_buffers(model: nn.Module, foreign: Iterable[nn.Module]) -> list[torc
     """The buffers of all modules of a model but those that are in foreign units only."""
     buffers: list[torch.Tensor] = []
     for _, module in model.named_modules(set(foreign)):
-        buffers += module.buffers(recurse=False)
+        buffers += direct_buffers(module).values()
     return buffers
 
 
