@@ -10,7 +10,6 @@ import gc
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import uuid
 import weakref
@@ -33,8 +32,6 @@ from .agreement import pauses
 
 # Seconds for which rank 0, which may host the store, waits for the others at its end.
 FAREWELL = 30.0
-# Seconds in which the group's idle threads get the interpreter lock before it is gone.
-LOCK_HANDOVER = 0.02
 # Seconds for which a failed process that hosts the run's store keeps it for the others.
 LINGER = 2.0
 # Seconds in which a group closes whose collectives are through; less where the process has failed.
@@ -145,10 +142,7 @@ def stop(group: dist.ProcessGroup | None = None) -> None:
         hang_watch.stop()
         if _Exit.owner:
             _report_leaving()
-    # A worker thread of gloo drops its last work while it has the lock of the group's queue, and may need the
-    # interpreter lock for that. The group's destructor takes them in the other order: a deadlock, unless
-    # the threads are idle by then. torch does not report whether they are.
-    time.sleep(LOCK_HANDOVER)
+    process_group.let_threads_end()
     dist.destroy_process_group(group)
     if group is None:
         _Exit.owner = False
@@ -262,12 +256,8 @@ def _share_failure(error: BaseException, trace: TracebackType | None) -> None:
 def leave() -> None:
     """Close the group before the interpreter is finalized, so that the exit code is that of the script.
 
-    Called at exit. A forked process has no exit handlers and must call it.
-
-    A worker thread of gloo releases its last work late, and needs the interpreter lock for it, since the work has a
-    reference to Python's dispatch state. If that happens during finalization, CPython ends the thread and the C++
-    runtime aborts the process. So this releases the lock until the idle threads are done. After a run without errors
-    the ranks first report that they leave, and rank 0, which may host the store, leaves last.
+    Called at exit. A forked process has no exit handlers and must call it. After a run without errors the ranks first
+    report that they leave, and rank 0, which may host the store, leaves last.
     """
     failed = _has_failed()
     hang_watch.stop(failed)
@@ -276,8 +266,7 @@ def leave() -> None:
     elif _Exit.store is not None and not failed:
         # `end_training` has left the group, and others may be on their way to it.
         _await_others(FAREWELL)
-    # The threads only wait for the lock, which a blocking call releases.
-    time.sleep(LOCK_HANDOVER)
+    process_group.let_threads_end()
 
 
 def _has_failed() -> bool:
