@@ -377,9 +377,10 @@ class Accelerator(RunInterface):
                 f"`device_placement` should be a list with {len(args)} elements (the number of objects passed), "
                 f"it has {len(device_placement)}"
             )
-        replaced_names = [
-            path.rpartition(".")[2] for path in _UNCALLED if replaced(path, _EXPORTERS)
-        ]
+        replaced_names = []
+        for path in _UNCALLED:
+            if replaced(path, _EXPORTERS) is not None:
+                replaced_names.append(path.rpartition(".")[2])
         if type(self).distributed_type is not RunInterface.distributed_type:
             replaced_names.append("Accelerator.distributed_type")
         if replaced_names:
@@ -904,8 +905,8 @@ class Accelerator(RunInterface):
             raise_lost(error, "`accelerator.backward`")
             concerns_loss = add_remedy(error)
             # A backward of the user's own may raise the same error of another tensor.
-            can_backward = isinstance(loss, torch.Tensor) and loss.requires_grad
-            if concerns_loss and not (can_backward and loss.numel() == 1):
+            is_loss = getattr(loss, "requires_grad", False) and loss.numel() == 1
+            if concerns_loss and not is_loss:
                 # The frames of torch explain nothing: the loss is wrong.
                 error.__traceback__ = None
             raise

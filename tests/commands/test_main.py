@@ -43,6 +43,7 @@ def test_unknown_commands_get_the_nearest():
             "config_file='taken/file.yaml': taken is not a folder",
         ),
         ("launch --cpu --log_dir taken taken", 2, "log_dir='taken': taken is not a folder"),
+        ("launch --cpu --log_dir /proc/absent taken", 2, "/proc/absent"),
         # Only the attempt shows that nothing can be written here.
         (
             "config default --config_file /proc/file.yaml",

@@ -29,7 +29,7 @@ from ..launchers.plan import (
     without_effect,
 )
 from ..launchers.spec import LaunchSpec, Program
-from .parser import add_options, coloured_help, command_parser, has_colour, print_error
+from .parser import add_options, coloured_help, command_parser, exit_on, has_colour, print_error
 
 DESCRIPTION = (
     "Run a training script on one process, on several processes, or on several machines. The value of an option that "
@@ -184,6 +184,10 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
     if settings["dry_run"]:
         print(launcher.dry_run())
         return
+    if spec.log_dir is not None and launcher.uses_this_machine:
+        # Some folders, such as /proc, are writable by their permissions only.
+        with exit_on(OSError):
+            Path(spec.log_dir).expanduser().mkdir(parents=True, exist_ok=True)
     if not settings["quiet"]:
         messages.show(summary(settings, spec))
     show_misplaced(spec.program)

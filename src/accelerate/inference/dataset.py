@@ -430,12 +430,14 @@ class _Compute:
 
     def __call__(self, samples: list[Any], first: int) -> Iterator[tuple[list[int], list[Any]]]:
         """Yield the positions of a batch in the part, and its rows. The longest samples come first."""
-        order = sorted(range(len(samples)), key=lambda position: -self.length(samples[position]))
+        lengths = [self.length(sample) for sample in samples]
+        order = sorted(range(len(samples)), key=lengths.__getitem__, reverse=True)
         for begin in range(0, len(order), self.batch_size):
             positions = order[begin : begin + self.batch_size]
+            batch = [samples[position] for position in positions]
             try:
-                result = self._call([samples[position] for position in positions])
-                yield positions, _rows(result, len(positions))
+                rows = _rows(self._call(batch), len(positions))
+                yield positions, rows
             except Exception as error:
                 numbers = [str(first + position) for position in positions[:8]]
                 if len(positions) > 8:

@@ -21,6 +21,7 @@ from ..parallel.pipeline.observe import observe
 from ..parallel.pipeline.p2p import P2PChannel
 from ..parallel.pipeline.runner import Runner
 from ..parallel.pipeline.split import (
+    StagePlan,
     StageSplit,
     Unit,
     balance,
@@ -80,14 +81,18 @@ def prepare_pippy(
         raise PrepareError("prepare_pippy needs example_args or example_kwargs: a batch of tensors")
     disable_caches(model)
     unsplit = class_names(model, "no_split_module_classes", no_split_module_classes)
-    points, cut, carried, reads = _cut(model, split_points, unsplit, example, state.num_processes)
+    points, plan = _cut(model, split_points, unsplit, example, state.num_processes)
     splitter = BatchSplitter(model.forward, (), chunks)
     rank = state.process_index
-    shared = {id(parameter) for name, parameter in model.named_parameters() if name in reads}
-    staged = StagedModel(model, cut, [rank], state.device, carried, shared)
+    shared = set()
+    for name, parameter in model.named_parameters():
+        if name in plan.reads:
+            shared.add(id(parameter))
+    staged = StagedModel(model, plan.cut, [rank], state.device, plan.carried, shared)
     staged.watch()
     for tensor in (*model.parameters(), *model.buffers()):
-        replace_data(tensor, tensor.detach().to(state.device))
+        moved = tensor.detach().to(state.device)
+        replace_data(tensor, moved)
     group = dist.group.WORLD
     assert group is not None
     channel = P2PChannel(group, state.device)
@@ -118,8 +123,8 @@ def _cut(
     no_split: Sequence[str],
     example: tuple[tuple[Any, ...], dict[str, Any]],
     stages: int,
-) -> tuple[list[str], StageSplit, dict[str, int], set[str]]:
-    """(split points, stages, units whose output later stages use, tensors that are used outside of their unit)."""
+) -> tuple[list[str], StagePlan]:
+    """The split points, and the stages."""
     if requested == "auto":
         points = []
     elif isinstance(requested, str):
@@ -129,7 +134,8 @@ def _cut(
     check_names(model, points)
     found_units = find_units(model, no_split, nested=not points)
     # What has no parameters computes on each stage.
-    units = [unit for unit in _refined(model, found_units, points) if unit.size]
+    refined = _refined(model, found_units, points)
+    units = [unit for unit in refined if unit.size]
     seen = observe(model, [unit.name for unit in units], *example)
     order = tuple(dict.fromkeys(seen.calls))
     if requested == "auto":
@@ -142,14 +148,16 @@ def _cut(
         raise PrepareError(
             f"{type(model).__name__} cannot be cut at {', '.join(points)}: {problem}"
         )
-    return points, cut, last_units(model, order, carried), seen.reads
+    plan = StagePlan(cut, last_units(model, order, carried), frozenset(seen.reads))
+    return points, plan
 
 
 def _refined(model: nn.Module, units: Sequence[Unit], points: Sequence[str]) -> list[Unit]:
     """The units, with a unit that contains a split point replaced by its children."""
     refined = []
     for unit in units:
-        if not any(point != unit.name and is_inside(point, unit.name) for point in points):
+        others = [point for point in points if point != unit.name]
+        if not any(is_inside(point, unit.name) for point in others):
             refined.append(unit)
             continue
         children = []

@@ -68,6 +68,8 @@ def start(
     if not dist.is_initialized():
         if init_method is None:
             _check_address(topology)
+            # Slurm and MPI do not set torch's variables for the address.
+            env.publish({"MASTER_ADDR": topology.master_addr, "MASTER_PORT": topology.master_port})
         backends.register(backend)
         if not dist.is_backend_available(backend):
             raise ConfigurationError(
@@ -79,9 +81,6 @@ def start(
             # Groups that are made later take torch's defaults.
             for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
                 setattr(dist.distributed_c10d, name, timeout)
-        if init_method is None:
-            # Slurm and MPI do not set torch's variables for the address.
-            env.publish({"MASTER_ADDR": topology.master_addr, "MASTER_PORT": topology.master_port})
         process_group.keep_out_of_defaults()
         dist.init_process_group(
             backend, init_method, timeout, rank=topology.rank, world_size=topology.world_size
