@@ -128,7 +128,7 @@ def accelerator(options=None, plugin=None, precision=None, **sizes):
 
 
 def check_run(
-    make, options, steps=8, inside=False, padded=False, plugin=None, tolerance=1e-8, **sizes
+    make, options, steps=20, inside=False, padded=False, plugin=None, tolerance=1e-8, **sizes
 ):
     plain = make()
     expected = train(

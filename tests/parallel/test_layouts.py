@@ -22,7 +22,7 @@ from accelerate.parallelism_config import ParallelismConfig
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "parallel"))
 from llama import Llama, LlamaConfig
 
-BATCH, LENGTH, STEPS, ACCUMULATION, CLIP = 8, 6, 6, 2, 0.3
+BATCH, LENGTH, STEPS, ACCUMULATION, CLIP = 8, 6, 10, 2, 0.3
 pytestmark = pytest.mark.usefixtures("float64")
 CONFIG = LlamaConfig(vocabulary=16, width=16, hidden=24, layers=2)
 # What each layout asks for: sizes, FSDP or not, options of tensor parallelism.

@@ -24,7 +24,7 @@ from accelerate.parallelism_config import ParallelismConfig
 sys.path.append(str(Path(__file__).parents[3] / "examples" / "parallel"))
 from llama import Llama, LlamaConfig
 
-BATCH, LENGTH, VOCABULARY, ACCUMULATION, CLIP, STEPS, SHORT = 4, 16, 32, 2, 0.1, 6, 4
+BATCH, LENGTH, VOCABULARY, ACCUMULATION, CLIP, STEPS, SHORT = 4, 16, 32, 2, 0.1, 10, 4
 pytestmark = pytest.mark.usefixtures("float64")
 
 

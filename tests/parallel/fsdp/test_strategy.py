@@ -21,7 +21,7 @@ from accelerate.precision.base import Precision
 from accelerate.state import PartialState
 
 WIDTH, VOCABULARY, LENGTH = 8, 13, 5
-STEPS = 6
+STEPS = 10
 BATCHES = token_batches(STEPS * ACCUMULATION, 8, LENGTH, VOCABULARY)
 BY_CLASS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 pytestmark = pytest.mark.usefixtures("float64")

@@ -21,7 +21,7 @@ from accelerate.precision.base import Precision
 from accelerate.state import PartialState
 
 WIDTH, HEADS, VOCABULARY, LENGTH = 16, 4, 11, 6
-STEPS = 6
+STEPS = 10
 BATCHES = token_batches(STEPS * ACCUMULATION, 8, LENGTH, VOCABULARY)
 CPU = torch.device("cpu")
 PRELOADED = ("transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3")
