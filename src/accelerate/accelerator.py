@@ -36,6 +36,7 @@ from .core.modules import class_name, model_has_dtensor, require_module
 from .core.objects import NullContext, computed, forwarded
 from .core.trees import send_to_device
 from .data_loader import prepare_data_loader, skip_first_batches
+from .ledger.recorder import LedgerRecorder
 from .logging import MultiProcessAdapter, get_logger, print_or_log
 from .optimizer import AcceleratedOptimizer, is_optimizer, parameters_of, plain_optimizer
 from .parallel.base import Bundle, Strategy
@@ -279,6 +280,8 @@ class Accelerator(RunInterface):
         self._recorder = start_recorder(telemetry, project, self.strategy.data_shard[1])
         if self._recorder is not None:
             self._loop.add(self._recorder)
+            if self._recorder.writer is not None:
+                self._loop.add(LedgerRecorder(self._recorder, self._checkpoints))
         profile = start_profile(project, self._recorder)
         if profile is not None:
             self._loop.add(profile)

@@ -17,6 +17,7 @@ from ..core import messages
 Entry: TypeAlias = Callable[[], None]
 # name -> module of this package with `parser()` and `main(arguments)`, and what it is for
 COMMANDS = {
+    "audit": ("audit", "check that a recorded run has trained each sample once"),
     "certify": (
         "certify",
         "check that a script trains the same model in a layout as on one process",

@@ -596,6 +596,13 @@ VARIABLES: tuple[Option, ...] = (
         "ACCELERATE_DEVICE_PLACEMENT",
         help="Default of `DataLoaderConfiguration(device_placement=...)`. The only value is `lazy`.",
     ),
+    _variable(
+        "ACCELERATE_DIGEST_STEPS",
+        "int",
+        least=0,
+        help="Steps between two digests of the parameters in the ledger of a recorded run. By default only saves have "
+        "one.",
+    ),
     _variable("ACCELERATE_EXACT", "truth", help="Default of `Accelerator(exact=...)`."),
     _variable(
         "ACCELERATE_FP8_OVERRIDE_DGRAD",

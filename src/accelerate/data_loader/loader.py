@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import sys
 import weakref
+import zlib
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -331,6 +332,30 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
             self._origin._end_epoch(following)
 
     # -- what is read
+
+    @property
+    def consumed(self) -> int:
+        """How much of the order of this epoch all shards together have read, in the unit of `plan()`."""
+        return consumed_at(self._position)
+
+    @property
+    def drops_last(self) -> bool:
+        """Whether an incomplete last step of all shards is dropped."""
+        return self._drop_last or self.plan().drop_last
+
+    @property
+    def order_key(self) -> int:
+        """A number that differs between orders of an epoch; 0 where nothing is drawn, or it is not known."""
+        order = self._order
+        if not isinstance(order, ReplayedOrder) or order.states is None:
+            return 0
+        if order.own.seedable is not None:
+            return (order.own.seedable.initial_seed + self.iteration) % 2**64
+        if not order.kinds:
+            return 0
+        names = (*order.kinds, "generators")
+        states = [order.states[name] for name in names if name in order.states]
+        return zlib.crc32(repr(states).encode())
 
     def plan(self) -> ReadPlan:
         """The order of the samples, and how it is split, according to the present samplers."""

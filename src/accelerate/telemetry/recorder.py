@@ -41,6 +41,7 @@ class RunRecorder(RunObserver):
 
     Attributes:
         folder: of the run, if it is recorded.
+        newest: the newest record, and its loss and gradient norm if a device still computes them.
     """
 
     def __init__(
@@ -51,9 +52,10 @@ class RunRecorder(RunObserver):
         status: StatusFile | None,
     ) -> None:
         self.folder: Path | None = None
+        self.newest: tuple[list[float], DeviceValues | None] | None = None
         self._device = device
         self._share = share
-        self._writer = writer
+        self.writer = writer
         self._status = status
         self._release: Callable[[], Any] = lambda: None
         if writer is not None:
@@ -166,9 +168,9 @@ class RunRecorder(RunObserver):
         """Take in the backward, the loss and the tokens."""
         now = perf_counter()
         self._backward += now - self._mark
-        self._losses.append(_scalar(loss))
+        self._losses.append(scalar(loss))
         if num_items is not None:
-            self._tokens = (self._tokens or 0.0) + _on_host(_scalar(num_items))
+            self._tokens = (self._tokens or 0.0) + on_host(scalar(num_items))
         for current in self._passes:
             current.trains = True
         self._mark = perf_counter()
@@ -178,7 +180,7 @@ class RunRecorder(RunObserver):
         self._optimizer += seconds
         self._mark += seconds
         # A tensor that is kept splits the memory that gradients are freed to: on the host only the number is kept.
-        self._norm = _scalar(norm)
+        self._norm = scalar(norm)
 
     def after_collective(self, seconds: float) -> None:
         """Take in communication."""
@@ -208,20 +210,21 @@ class RunRecorder(RunObserver):
         loss, norm = _mean(self._losses), self._norm
         copies = None
         if isinstance(loss, torch.Tensor) or isinstance(norm, torch.Tensor):
-            if self._writer is not None or self._device_loss is None:
+            if self.writer is not None or self._device_loss is None:
                 copies = DeviceValues(self._device, loss, norm)
             loss, norm = self._newest_loss(copies), _NAN
-        self._loss = _on_host(loss)
-        if self._writer is not None:
+        self._loss = on_host(loss)
+        if self.writer is not None:
             seconds = now - self._begin
-            rate = _scalar(optimizer.param_groups[0]["lr"])
+            rate = scalar(optimizer.param_groups[0]["lr"])
             record = [
                 time(), step, 1, self._epoch, flags, seconds, self._data, self._transfer, self._forward,
                 self._backward, self._communication, self._optimizer, self._checkpoint, seconds,
-                _on_host(self._samples), _on_host(self._tokens), self._loss, _on_host(norm), _on_host(rate),
+                on_host(self._samples), on_host(self._tokens), self._loss, on_host(norm), on_host(rate),
                 *self._memory,
             ]  # fmt: skip
-            self._writer.append(record, copies)
+            self.newest = record, copies
+            self.writer.append(record, copies)
         if self._status is not None:
             self._read_samples = _added(self._read_samples, self._samples)
             self._read_tokens = _added(self._read_tokens, self._tokens)
@@ -280,8 +283,8 @@ class RunRecorder(RunObserver):
 
     def event(self, name: str, **fields: Any) -> None:
         """Record an event."""
-        if self._writer is not None:
-            self._writer.event(name, **fields)
+        if self.writer is not None:
+            self.writer.event(name, **fields)
 
     def close(self) -> None:
         """Write everything."""
@@ -324,7 +327,7 @@ def device_memory(device: torch.device) -> float:
     return float(read(device))
 
 
-def _scalar(value: Any) -> float | torch.Tensor | None:
+def scalar(value: Any) -> float | torch.Tensor | None:
     """A number as a float, if it is on the host; a tensor on a device as it is; None where there is no such value."""
     if type(value) is torch.Tensor:
         if value.numel() != 1 or value.is_meta:
@@ -358,7 +361,7 @@ def _batch_size(data: Any) -> float:
     return float(first.size(0))
 
 
-def _on_host(value: float | torch.Tensor | None) -> float:
+def on_host(value: float | torch.Tensor | None) -> float:
     """The number, for which the host does not wait; NaN where there is none, or it is on a device."""
     if isinstance(value, (int, float)):
         return value

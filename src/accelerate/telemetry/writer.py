@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -97,6 +97,8 @@ class TelemetryWriter:
         self._header = header_bytes(rank, **details)
         self._records: deque[tuple[list[float], DeviceValues | None]] = deque(maxlen=_MOST_WAITING)
         self._events: deque[dict[str, Any]] = deque(maxlen=_MOST_WAITING)
+        # Called with `wait` at each write.
+        self.also_write: list[Callable[[bool], None]] = []
         self._users = 0
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -168,6 +170,8 @@ class TelemetryWriter:
             try:
                 self._write_records(wait)
                 self._write_events()
+                for write in self.also_write:
+                    write(wait)
             except OSError as error:
                 self._fail(error)
 
@@ -204,7 +208,7 @@ class TelemetryWriter:
         self._steps = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         size = os.fstat(self._steps).st_size
         if not size:
-            _append(self._steps, self._header)
+            append_all(self._steps, self._header)
             size = HEADER_SIZE
         self._count, incomplete = divmod(size - HEADER_SIZE, STEP.itemsize)
         if incomplete:
@@ -225,7 +229,7 @@ class TelemetryWriter:
             self._records.popleft()
             rows.append(_packed(record))
         if rows:
-            _append(self._steps, b"".join(rows))
+            append_all(self._steps, b"".join(rows))
             self._count += len(rows)
         if self._count >= MOST_RECORDS:
             self._merge()
@@ -254,7 +258,7 @@ class TelemetryWriter:
         while self._events:
             lines.append(json.dumps(self._events.popleft(), default=str) + "\n")
         if lines:
-            _append(self._events_fd, "".join(lines).encode())
+            append_all(self._events_fd, "".join(lines).encode())
 
     def _fail(self, error: OSError) -> None:
         """Stop the recording: training is worth more."""
@@ -302,7 +306,7 @@ def _packed(record: Sequence[float]) -> bytes:
         return _ROW.pack(*record[:5], *np.asarray(record[5:], "f4").tolist())
 
 
-def _append(descriptor: int, data: bytes) -> None:
+def append_all(descriptor: int, data: bytes) -> None:
     """Write all of the data, or nothing where the disk is full."""
     size = os.fstat(descriptor).st_size
     try:

@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LedgerRecorder`, the observer that writes the ledger of a run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import struct
+import sys
+import time
+import weakref
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core import env
+from ..core.files import O_BINARY, open_regular
+from ..core.observers import RunObserver
+from ..core.version import __version__
+from ..data_loader.steps import total_of
+from ..parallel.gradients import local
+from ..run.checkpoints import RunCheckpoints
+from ..state import PartialState
+from ..telemetry.recorder import RunRecorder, on_host, scalar
+from ..telemetry.records import FLAG_SKIPPED, STEP
+from ..telemetry.writer import DeviceValues, TelemetryWriter, append_all
+from . import rows
+
+# Types of words of which a digest is made, and how many a cache holds.
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+_PIECE = 1 << 15
+# The beginnings of variables that decide what a script computes.
+_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MIXED_PRECISION", "CUBLAS_")
+_FIELDS = STEP.names or ()
+
+
+class LedgerRecorder(RunObserver):
+    """Adds each optimizer step to the ledger.
+
+    A batch belongs to the step whose backward follows it. Rank 0 writes all but digests, as each rank knows what all
+    ranks read.
+
+    Args:
+        recorder: of the run, which was told of the event before. The thread of its writer writes the ledger too.
+        run: with the prepared objects. The reference is weak, since they refer to the observers.
+    """
+
+    def __init__(self, recorder: RunRecorder, run: RunCheckpoints) -> None:
+        assert recorder.writer is not None
+        self._recorder = recorder
+        self._writer: TelemetryWriter = recorder.writer
+        self._run = weakref.ref(run)
+        # Steps between two digests of the parameters, beside those at saves.
+        self._digest_steps = env.get_int("ACCELERATE_DIGEST_STEPS") or 0
+        state = PartialState()
+        self._world_size = state.num_processes
+        self._is_main = state.process_index == 0
+        self._path = rows.rows_file(self._writer.folder, state.process_index)
+        self._descriptor = -1
+        # Rows, and the loss and gradient norm of the first one if a device still computes them.
+        self._waiting: deque[tuple[list[rows.Row], DeviceValues | None]] = deque()
+        self._writer.also_write.append(self.write)
+        self._attempt = 0
+        self._record: list[float] | None = None
+        self._passes: dict[Any, _Pass] = {}
+        # A pass that ended before a backward of its last batch.
+        self._left: _Pass | None = None
+        self._begin_step()
+        if self._is_main:
+            self._begin(run)
+
+    def _begin(self, run: RunCheckpoints) -> None:
+        path = rows.attempts_file(self._writer.folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a+b", opener=open_regular) as file:
+            file.seek(0)
+            self._attempt = file.read().count(b"\n") + 1
+            description = {"attempt": self._attempt, **_description(run)}
+            file.write(json.dumps(description, default=str).encode() + b"\n")
+        row = rows.START.row(0)
+        row["shards"] = run.strategy.data_shard[1]
+        row["world_size"] = self._world_size
+        self._add_start(row)
+
+    def _begin_step(self) -> None:
+        self._ranges: list[rows.Row] = []
+        self._backwards = 0
+
+    # -- loaders
+
+    def begin_pass(self, loader: Any) -> None:
+        """Note where the pass begins."""
+        run = self._run()
+        if self._is_main and run is not None:
+            self._passes[loader] = _Pass(loader, run.objects.dataloaders)
+
+    def batch(self, loader: Any, data: Any) -> None:
+        """Note what was read."""
+        if loader in self._passes:
+            self._passes[loader].read(loader)
+            self._left = None
+
+    def end_pass(self, loader: Any) -> None:
+        """Forget the pass, unless its last batch is the one that is trained next."""
+        ended = self._passes.pop(loader, None)
+        if ended is not None and not ended.trains:
+            self._left = ended
+
+    def after_backward(self, loss: Any, num_items: Any) -> None:
+        """What was read last belongs to this step."""
+        self._backwards += 1
+        passes = list(self._passes.values())
+        if self._left is not None:
+            passes.append(self._left)
+            self._left = None
+        for current in passes:
+            for unused in current.pending[:-1]:
+                unused["flags"] |= rows.SKIPPED
+            for new in current.pending:
+                if not (self._ranges and _extend(self._ranges[-1], new)):
+                    self._ranges.append(new)
+            current.trains = current.trains or bool(current.pending)
+            current.pending = []
+
+    # -- the step
+
+    def after_step(self, optimizer: Any) -> None:
+        """Add the rows of a step. It ends with the first of several optimizers that steps."""
+        newest = self._recorder.newest
+        run = self._run()
+        if newest is None or newest[0] is self._record or run is None:
+            return
+        self._record, values = newest
+        record = dict(zip(_FIELDS, self._record, strict=True))
+        step = int(record["step"])
+        if self._is_main:
+            parts = self._ranges
+            for part in parts:
+                part["step"] = step
+            for index, each in enumerate(run.objects.optimizers):
+                rates = [on_host(scalar(group["lr"])) for group in each.param_groups]
+                part = rows.OPTIMIZER.row(step)
+                part["index"] = index
+                part["rate"] = rates[0]
+                part["lowest"] = min(rates)
+                part["highest"] = max(rates)
+                part["steps"] = each.steps_made
+                parts.append(part)
+            first = rows.STEP.row(step)
+            first["index"] = self._attempt
+            first["rows"] = len(parts)
+            first["world_size"] = self._world_size
+            first["backwards"] = self._backwards
+            for name in ("epoch", "time", "loss", "gradient_norm", "tokens"):
+                first[name] = record[name]
+            if int(record["flags"]) & FLAG_SKIPPED:
+                first["flags"] = rows.SKIPPED
+            self._waiting.append(([first, *parts], values))
+            self._begin_step()
+        if self._digest_steps and step % self._digest_steps == 0:
+            self._add_digests(run, step)
+
+    def _add_digests(self, run: RunCheckpoints, step: int) -> None:
+        for index, prepared in enumerate(run.objects.models):
+            row = rows.DIGEST.row(step)
+            row["index"] = index
+            row["world_size"] = self._world_size
+            row["digest"], row["bytes"] = digest_of(prepared.module)
+            self._waiting.append(([row], None))
+
+    # -- the run
+
+    def before_save(self) -> None:
+        """Have on the disk what the checkpoint contains."""
+        self._writer.flush(wait=True)
+        if self._descriptor >= 0:
+            os.fsync(self._descriptor)
+
+    def saved(self, path: str, step: int, seconds: float) -> None:
+        """Add digests of what was saved."""
+        run = self._run()
+        if run is not None:
+            self._add_digests(run, step)
+
+    def loaded(self, path: str, step: int, seconds: float) -> None:
+        """Steps after this one are done again."""
+        self._begin_step()
+        self._add_start(rows.LOADED.row(step))
+
+    def close(self) -> None:
+        """Write everything."""
+        self._writer.flush(wait=True)
+        self._writer.also_write.remove(self.write)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    # -- the file
+
+    def _add_start(self, row: rows.Row) -> None:
+        row["index"] = self._attempt
+        row["time"] = time.time()
+        self._waiting.append(([row], None))
+
+    def write(self, wait: bool) -> None:
+        """Append the rows to the file, which the first ones make; the thread of the writer calls it.
+
+        Args:
+            wait: also for the loss of a step that a device still computes.
+        """
+        data = b""
+        while self._waiting:
+            group, values = self._waiting[0]
+            if values is not None:
+                if not (wait or values.is_ready()):
+                    break
+                group[0]["loss"], group[0]["gradient_norm"] = values.read()
+            self._waiting.popleft()
+            for row in group:
+                data += rows.KINDS[row["kind"]].pack(row)
+        if not data:
+            return
+        if self._descriptor < 0:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | O_BINARY
+            self._descriptor = open_regular(self._path, flags)
+            size = os.fstat(self._descriptor).st_size
+            os.ftruncate(self._descriptor, size - size % rows.SIZE)
+            if size < rows.SIZE:
+                data = rows.HEADER + data
+        append_all(self._descriptor, data)
+
+
+class _Pass:
+    """A pass over a loader, with rows of the batches that no backward has followed so far."""
+
+    def __init__(self, loader: Any, loaders: list[Any]) -> None:
+        plan = loader.plan()
+        self.pending: list[rows.Row] = []
+        self.trains = False
+        self._position = max(loader.consumed, plan.skip)
+        self._repeats = plan.cut.repeats
+        self._row = rows.RANGE.row(0)
+        self._row["epoch"] = loader.iteration
+        self._row["batches"] = 1
+        self._row["total"] = math.nan
+        total = total_of(plan)
+        if total is not None:
+            self._row["total"] = total
+        if loader.drops_last:
+            self._row["flags"] = rows.DROPS
+        for index, prepared in enumerate(loaders):
+            if prepared is loader.origin:
+                self._row["index"] = index
+        self._has_order = False
+
+    def read(self, loader: Any) -> None:
+        """Add a batch."""
+        if not self._has_order:
+            self._has_order = True
+            self._row["order"] = loader.order_key
+        row = dict(self._row)
+        row["first"] = self._position
+        row["last"] = self._position = loader.consumed
+        row["weight"] = loader.batch_weight
+        counts = loader.batch_counts
+        row["samples"] = math.nan if counts is None else sum(counts)
+        if loader.end_of_dataloader:
+            row["flags"] |= rows.LAST
+            size = loader.last_step_size
+            if self._repeats and size is not None and counts is not None:
+                row["repeated"] = max(0, size - sum(counts))
+        self.pending.append(row)
+
+
+def _extend(row: rows.Row, following: rows.Row) -> bool:
+    """Add the batches of a row to those of the one before it. Returns whether they follow them."""
+    for name in ("index", "epoch", "order"):
+        if row[name] != following[name]:
+            return False
+    if row["last"] != following["first"] or (row["flags"] ^ following["flags"]) & rows.SKIPPED:
+        return False
+    row["last"] = following["last"]
+    row["weight"] = following["weight"]
+    row["flags"] |= following["flags"]
+    for name in ("samples", "batches", "repeated"):
+        row[name] += following[name]
+    return True
+
+
+@torch.no_grad()
+def digest_of(module: nn.Module) -> tuple[int, int]:
+    """A number that depends on each bit of the parameters that this process has, and their bytes.
+
+    It is made of sums of words and of their squares, which a device computes where the parameters are.
+    """
+    sums = [torch.zeros((), dtype=torch.int64)]
+    size = 0
+    for parameter in module.parameters():
+        values = local(parameter.detach()).reshape(-1)
+        if values.is_meta:
+            continue
+        size += values.nbytes
+        divisor = math.gcd(values.nbytes, int(values.storage_offset()) * values.itemsize)
+        kinds = [kind for kind in _WORDS if divisor % kind.itemsize == 0]
+        for piece in values.view(kinds[0]).split(_PIECE):
+            words = piece.to(torch.int64)
+            sums += [words.sum(), (words * words).sum()]
+    numbers = torch.stack([each.to(sums[-1].device) for each in sums]).tolist()
+    data = struct.pack(f"<{len(numbers)}q", *numbers)
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little"), size
+
+
+def _description(run: RunCheckpoints) -> dict[str, Any]:
+    """What a replay needs in order to start the run again."""
+    state = PartialState()
+    script = Path(sys.argv[0]).absolute()
+    digest = None
+    if script.is_file():
+        digest = hashlib.sha256(script.read_bytes()).hexdigest()
+    environment: dict[str, str] = {}
+    for prefix in _VARIABLES:
+        environment.update(env.all_with_prefix(prefix))
+    return {
+        "time": time.time(),
+        "command": [str(script), *sys.argv[1:]],
+        "script_sha256": digest,
+        "folder": os.getcwd(),
+        "versions": {
+            "accelerate": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "world_size": state.num_processes,
+        "shards": run.strategy.data_shard[1],
+        "layout": run.strategy.name,
+        "device": state.device.type,
+        "threads": torch.get_num_threads(),
+        "project": run.project.project_dir,
+        "environment": environment,
+    }
