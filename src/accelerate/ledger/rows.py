@@ -49,7 +49,7 @@ class Kind:
         self._struct = struct.Struct("<" + "".join(letters.values()))
         types = [(name, _TYPES[letter]) for name, letter in letters.items()]
         unused = SIZE - self._struct.size
-        self.dtype = np.dtype([*types, ("unused", f"V{unused}")])
+        self.dtype: np.dtype[Any] = np.dtype([*types, ("unused", f"V{unused}")])
 
     def row(self, step: int) -> Row:
         """A row of a step, whose other fields are 0."""
