@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a recorded run has written, in each layout, against plain PyTorch in float64 on one process."""
 
+import json
+
+import pytest
 import torch
 from rank_pool import on_ranks
 from states import reset_states
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, ParallelismConfig
+from accelerate.certify import joining, recording
 from accelerate.certify.settings import VARIABLE, Settings
+from accelerate.parallel.gradients import local
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 SAMPLES, WIDTH = 16, 8
@@ -147,3 +153,157 @@ def test_a_step_is_recorded_in_each_layout(nproc, tmp_path, monkeypatch):
             expect(step, state, "state")
             options = step["options/group 0 lr"], step["options/group 0 betas.1"]
             assert tuple(map(float, options)) == (1e-2, 0.999)
+
+
+@on_ranks(2, 4)
+def test_no_rank_has_a_full_tensor_of_a_large_model(nproc, tmp_path, monkeypatch):
+    """Fixed positions of each tensor, and its norm, from the shards."""
+    elements = 32
+    gathered = []
+    full_tensor = DTensor.full_tensor
+
+    def count(tensor, **options):
+        gathered.append(tensor.numel())
+        return full_tensor(tensor, **options)
+
+    monkeypatch.setattr(recording, "LARGE", 1024)
+    monkeypatch.setattr(joining, "ELEMENTS", elements)
+    for layout in LAYOUTS[nproc]:
+        accelerator = fresh(layout, tmp_path / layout, monkeypatch)
+        model, reference = mlp(), mlp()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        plain = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        inputs, targets = data()
+        accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+        with monkeypatch.context() as patch:
+            patch.setattr(DTensor, "full_tensor", count)
+            optimizer.step()
+        nn.functional.mse_loss(reference(inputs), targets).backward()
+        plain.step()
+        assert gathered == []
+        for step in recorded(tmp_path / layout, accelerator):
+            for kind in ("gradient", "parameter", "state"):
+                expected = {}
+                for name, parameter in reference.named_parameters():
+                    tensors = {
+                        "gradient": {name: parameter.grad},
+                        "parameter": {name: parameter},
+                        "state": {f"{name} {key}": v for key, v in plain.state[parameter].items()},
+                    }
+                    for key, tensor in tensors[kind].items():
+                        expected[key] = joining.part_of(key, tensor).values
+                        if tensor.numel() > elements:
+                            assert len(expected[key]) <= elements
+                            expected[f"{key} norm"] = tensor.norm()
+                        else:
+                            expected[key] = tensor
+                expect(step, expected, kind)
+
+
+@on_ranks(2)
+def test_optimizers_and_their_parameters_have_names(tmp_path, monkeypatch):
+    """Two models, one of them tied and with frozen parameters; optimizers in an optimizer, with lists in its state."""
+    for layout in ("ddp", "fsdp"):
+        accelerator = fresh(layout, tmp_path / layout, monkeypatch)
+        first, second = mlp(), mlp(1)
+        first[3].up_proj.weight = first[2].up_proj.weight
+        second[0].requires_grad_(False)
+        sgd = torch.optim.SGD(first.parameters(), lr=0.1, momentum=0.9)
+        wrapper = Wrapper(torch.optim.Adam(second[1:].parameters(), lr=0.1))
+        first, second, sgd, wrapper = accelerator.prepare(first, second, sgd, wrapper)
+        inputs, targets = data()
+        rows = slice(accelerator.process_index, None, 2)
+        accelerator.backward(nn.functional.mse_loss(second(first(inputs[rows])), targets[rows]))
+        sgd.step()
+        wrapper.step()
+        steps = recorded(tmp_path / layout, accelerator)
+        if not steps:
+            continue
+        names = {name for step in steps for name in step}
+        other = "model 1 (Sequential) "
+        assert "gradient/3.up_proj.weight" in names
+        assert torch.equal(
+            steps[0]["gradient/2.up_proj.weight"], steps[0]["gradient/3.up_proj.weight"]
+        )
+        assert f"parameter/{other}0.up_proj.weight" in names
+        assert f"gradient/{other}0.up_proj.weight" not in names
+        assert "state/2.up_proj.bias momentum_buffer" in names
+        state = f"state/optimizer 1 base {other}1.down_proj.bias"
+        assert float(steps[1][f"{state} step"]) == 1
+        history = f"state/optimizer 1 {other}1.down_proj.bias history.1"
+        assert float(steps[1][history]) == 2
+        assert not any(name.startswith("gradient/model 1") for name in steps[0])
+        assert float(steps[0]["options/group 0 momentum"]) == 0.9
+        assert "options/optimizer 1 group 0 betas.0" in steps[1]
+
+
+class Wrapper(torch.optim.Optimizer):
+    supports_sharded_parameters = True
+
+    def __init__(self, base):
+        super().__init__(base.param_groups, base.defaults)
+        self.param_groups = base.param_groups
+        self.base = base
+
+    def step(self, closure=None):
+        self.base.step()
+        for parameter in self.base.state:
+            self.state[parameter]["history"] = [1.0, 2.0]
+
+
+@on_ranks(2)
+def test_a_run_ends_after_the_last_step_of_each_optimizer(tmp_path, monkeypatch):
+    """Blocks that the end leaves communicate, and accelerators that follow each other write one record."""
+
+    def steps_of(accelerator, count):
+        models = [mlp(), mlp(1)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        *models, first, second = accelerator.prepare(*models, *optimizers)
+        inputs, _ = data()
+        for _ in range(count):
+            accelerator.backward(sum(model(inputs).square().mean() for model in models))
+            first.step()
+            second.step()
+
+    folder = tmp_path / "run"
+    total = 0
+    with pytest.raises(SystemExit) as ended:
+        accelerator = fresh("ddp", folder, monkeypatch, settings={"steps": 3, "exits": True})
+        steps_of(accelerator, 1)
+        accelerator.free_memory()
+        accelerator = fresh("ddp", folder, monkeypatch, settings={"steps": 3, "exits": True})
+        try:
+            steps_of(accelerator, 100)
+        finally:
+            total = accelerator.reduce(torch.ones(()))
+    assert ended.value.code == 0
+    assert int(total) == 2
+    assert len(recorded(folder, accelerator)) in (0, 2 + 6)
+    if accelerator.is_main_process:
+        assert json.loads((folder / "run.json").read_text())["processes"] == 2
+    steps_of(accelerator, 1)
+    accelerator.end_training()
+
+
+@on_ranks(2, 4)
+def test_replicas_that_differ_have_a_rank_and_a_dimension(nproc, tmp_path, monkeypatch):
+    cases = {"ddp": "ddp", "tp": "tp"} if nproc == 2 else {"hsdp": "ddp", "fsdp-tp": "tp"}
+    for layout, dimension in cases.items():
+        accelerator = fresh(layout, tmp_path / layout, monkeypatch, settings={"steps": 2})
+        model = nn.Sequential(*mlp(), nn.LayerNorm(WIDTH).double())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        inputs, _ = data()
+        for number in range(2):
+            accelerator.backward(model(inputs).square().sum())
+            if number and accelerator.process_index == nproc - 1:
+                gradients = [parameter.grad for parameter in model.parameters()]
+                local(gradients[-1]).mul_(2)
+            optimizer.step()
+        if accelerator.is_main_process:
+            info = json.loads((tmp_path / layout / "run.json").read_text())
+            replicas = info["replicas"]
+            assert (replicas["step"], replicas["kind"]) == (2, "gradient")
+            assert replicas["name"].endswith("4.bias")
+            assert (replicas["rank"], replicas["dimension"]) == (nproc - 1, dimension)

@@ -17,19 +17,19 @@ from ..parallel.pipeline.remote_tensor import RemoteTensor
 from ..parallel.prepared import PreparedModel
 from ..parallel.unwrap import canonical_name, extract_model_from_parallel
 from ..torch_internals.compiled import uncompiled
-from .joining import plain
+from .joining import ELEMENTS, Tensors, plain
 
 
 class FirstForward:
     """Hooks of all modules.
 
     Attributes:
-        outputs: {module: the first tensor that it returned, call by call}.
+        outputs: by the module's name, the first tensor that it has returned.
         draws: modules that draw random numbers themselves.
     """
 
     def __init__(self) -> None:
-        self.outputs: dict[str, list[torch.Tensor]] = {}
+        self.outputs: Tensors = {}
         self.draws: dict[str, None] = {}
         self._handles: list[Any] = []
 
@@ -61,6 +61,7 @@ class _Module:
         self._forward = forward
         self._name = name
         self._strategy = strategy
+        self._calls = 0
         self._states: list[Any] = []
         self._draws = 0
 
@@ -76,13 +77,13 @@ class _Module:
         draws_inside = len(self._forward.draws) > self._draws
         if not draws_inside and self._states != self._generators():
             self._forward.draws[self._name] = None
+        self._calls += 1
         for tensor in leaves(output):
             # Losses are recorded by themselves.
             if tensor.ndim and tensor.is_floating_point():
                 full = self._full(tensor.detach())
                 if full is not None:
-                    outputs = self._forward.outputs.setdefault(self._name, [])
-                    outputs.append(full.to("cpu", copy=True))
+                    self._add(full)
                 return
 
     def _generators(self) -> list[Any]:
@@ -103,3 +104,15 @@ class _Module:
         if tensor.ndim < 2 or tensor.shape[1] != sequence.region.rows:
             return None
         return sequence.layout.join(from_all(tensor.cpu(), sequence.group), 1)
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        name = self._name
+        if self._calls > 1:
+            name += f" (call {self._calls})"
+        size = tensor.shape[1:].numel()
+        if size > ELEMENTS:
+            # Of each sample, since a rank has some samples. Other shapes have other elements, under another name.
+            name = f"{self._name} (call {self._calls}, elements of {list(tensor.shape[1:])})"
+            places = torch.linspace(0, size - 1, ELEMENTS, dtype=torch.float64).long()
+            tensor = tensor.flatten(1)[:, places.to(tensor.device)]
+        self._forward.outputs[name] = tensor.to("cpu", copy=True)

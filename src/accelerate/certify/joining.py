@@ -123,7 +123,7 @@ def part_of(name: str, tensor: torch.Tensor) -> Part:
         places = tuple(indices[is_here] for indices in local_places)
     squares = float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
     chosen = values[tuple(indices.to(values.device) for indices in places)]
-    return Part(tensor.shape, positions, chosen.cpu(), shard, squares)
+    return Part(tensor.shape, positions, chosen.reshape(-1).cpu(), shard, squares)
 
 
 def _rows(tensor: DTensor, dimension: int) -> torch.Tensor:

@@ -82,7 +82,10 @@ class RecordedRun(RunObserver):
 
     def batch(self, loader: Any, data: Any) -> None:
         """Note what the loop reads. It may change that in place."""
-        tensors = [tensor for tensor in leaves(data) if tensor.ndim]
+        tensors: list[torch.Tensor] = []
+        if getattr(loader, "batch_weight", 1.0):
+            tensors += [tensor for tensor in leaves(data) if tensor.ndim]
+        # Those of a placeholder, of weight 0, are no samples.
         self._batches.append([tensor.detach().to("cpu", copy=True) for tensor in tensors])
 
     def before_backward(self, loss: Any) -> None:
@@ -112,10 +115,13 @@ class RecordedRun(RunObserver):
                 if _is_readable(prepared) and prepared.trains_with(optimizer.optimizer):
                     prepared.reshard()
                     for name, parameter in _parameters(prepared):
-                        if parameter.grad is not None:
-                            gradients[prefix + name] = parameter.grad
-                        elif parameter.requires_grad:
-                            gradients[prefix + name] = torch.zeros_like(parameter)
+                        gradient = parameter.grad
+                        if gradient is None:
+                            gradient = torch.zeros_like(parameter)
+                        if gradient.is_sparse:
+                            gradient = gradient.to_dense()
+                        if parameter.requires_grad:
+                            gradients[prefix + name] = gradient
             self._record(run, "gradient", gradients)
         for i, group in enumerate(optimizer.param_groups):
             options = {key: value for key, value in group.items() if key != "params"}
@@ -161,7 +167,10 @@ class RecordedRun(RunObserver):
                 self._tensors[f"batch/{i}.{j}"] = tensor
         if self._steps == 0:
             self._forward.stop()
-            self._record_outputs(self._of_readers(outputs))
+            readers = self._of_readers(outputs)
+            for name in readers[0] if readers else ():
+                parts = [tensors[name] for tensors in readers if name in tensors]
+                self._tensors[f"output/{name}"] = _joined(parts)
             self._forward.outputs.clear()
         self._batches, self._losses = [], []
 
@@ -170,13 +179,6 @@ class RecordedRun(RunObserver):
         if values:
             return [values[reader] for reader in self._readers]
         return []
-
-    def _record_outputs(self, readers: list[dict[str, list[torch.Tensor]]]) -> None:
-        for name in readers[0] if readers else ():
-            calls = [outputs.get(name, []) for outputs in readers]
-            for i, parts in enumerate(zip(*calls, strict=False)):
-                call = f" (call {i + 1})" if i else ""
-                self._tensors[f"output/{name}{call}"] = _joined(parts)
 
     def _record_models(self, run: RunCheckpoints) -> None:
         parameters: Tensors = {}
@@ -345,7 +347,7 @@ def _batches(shards: list[list[list[torch.Tensor]]]) -> list[list[torch.Tensor]]
     """Each batch of a step, joined over the shards that have it."""
     batches = []
     for i in range(max(map(len, shards), default=0)):
-        parts = [shard[i] for shard in shards if i < len(shard)]
+        parts = [shard[i] for shard in shards if i < len(shard) and shard[i]]
         batches.append([_joined(tensors) for tensors in zip(*parts, strict=False)])
     return batches
 
