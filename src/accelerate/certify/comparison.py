@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +15,19 @@ from .recording import KINDS
 
 # A difference counts from so many times that of a run whose parameters began one unit in the last place away.
 FACTOR = 8.0
+# Up to which effect of that run, relative to a tensor's norm, an equal tensor is equal without a further word.
+SHARP = 1e-4
+# Above which effect nothing can be told of a tensor, and above which part of such tensors nothing of their kind.
+VAGUE = 1e-2
+VAGUE_PART = 0.1
+# Verdicts on a kind of tensors, and on a layout.
+EQUAL = "equal"
+EQUAL_PERTURBED = "equal up to perturbation"
+DIFFERENT = "different"
+NOT_COMPARABLE = "not comparable"
+FAILED = "could not run"
+# Kinds that a perturbation of the parameters leaves as they are.
+EXACT = ("batch", "options")
 
 Step = dict[str, torch.Tensor]
 
@@ -38,6 +53,57 @@ class Difference:
     size: float = 0.0
     reason: str = ""
 
+    @property
+    def module(self) -> str:
+        """The name of the tensor's module; empty for a kind that belongs to none."""
+        if self.kind == "output":
+            return self.name
+        if self.kind in ("gradient", "parameter", "buffer"):
+            return self.name.rpartition(".")[0]
+        return ""
+
+    @property
+    def ratio(self) -> float:
+        """The error in units of the tolerance."""
+        if not self.error:
+            return 0.0
+        if not self.tolerance:
+            return math.inf
+        return self.error / self.tolerance
+
+
+@dataclass
+class Item:
+    """The comparison of all tensors of a kind.
+
+    Fields:
+        tensors: their number, over all steps.
+        ratio: the largest error in units of its tolerance. name, step: of that tensor.
+        spread: the largest effect of the perturbation on a tensor, relative to its norm, among those that it leaves
+            comparable.
+        vague: tensors on which the effect is above `VAGUE`: nothing can be told of them.
+        vague_part: the largest part that these have in the norm of all tensors of a step.
+    """
+
+    tensors: int = 0
+    ratio: float = 0.0
+    name: str = ""
+    step: int = 0
+    spread: float = 0.0
+    vague: dict[str, float] = field(default_factory=dict)
+    vague_part: float = 0.0
+
+    @property
+    def verdict(self) -> str:
+        """What the tensors of the kind have shown."""
+        if self.ratio > 1:
+            return DIFFERENT
+        if self.vague_part > VAGUE_PART:
+            return NOT_COMPARABLE
+        if self.vague or self.spread > SHARP:
+            return EQUAL_PERTURBED
+        return EQUAL
+
 
 @dataclass
 class Comparison:
@@ -49,14 +115,14 @@ class Comparison:
 
     Attributes:
         differences: in the order of the steps, and of what happens in one.
-        compared: {kind: number of tensors}.
+        items: {kind: the comparison of its tensors}.
     """
 
-    reference: list[Step]
-    layout: list[Step]
-    perturbed: list[Step] | None = None
+    reference: Sequence[Step]
+    layout: Sequence[Step]
+    perturbed: Sequence[Step] | None = None
     differences: list[Difference] = field(default_factory=list)
-    compared: dict[str, int] = field(default_factory=dict)
+    items: dict[str, Item] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for number in range(min(len(self.reference), len(self.layout))):
@@ -69,65 +135,72 @@ class Comparison:
         if kind == "gradient":
             # A backward begins with the last module.
             names.reverse()
-        spreads = self._spreads(number, names)
-        typical = statistics.median(spreads.values()) if spreads else 0.0
+        spreads = {}
+        if self.perturbed is not None and kind not in EXACT:
+            moved = self.perturbed[number]
+            spreads = {name: _spread(expected[name], moved.get(name)) for name in names}
+        finite = [spread for spread in spreads.values() if math.isfinite(spread)]
+        typical = statistics.median(finite) if finite else 0.0
+        vague = total = 0.0
         for name in names:
-            difference = self._difference(
-                number,
-                kind,
-                name,
-                expected[name],
-                actual.get(name),
-                max(spreads.get(name, 0.0), typical),
-            )
-            if difference is not None:
+            difference = self._difference(number, name, expected[name], actual.get(name))
+            if difference is None:
+                continue
+            item = self.items.setdefault(kind, Item())
+            item.tensors += 1
+            if name in spreads:
+                spread = max(spreads[name], typical)
+                difference = replace(
+                    difference, tolerance=_tolerance(expected[name], difference.size, spread)
+                )
+                total += difference.size**2
+                if spreads[name] > VAGUE and math.isfinite(difference.error):
+                    vague += difference.size**2
+                    item.vague.setdefault(difference.name, spreads[name])
+                    continue
+                item.spread = max(item.spread, spreads[name])
+            ratio = difference.ratio
+            if ratio > item.ratio:
+                item.ratio, item.name, item.step = ratio, difference.name, difference.step
+            if ratio > 1:
                 self.differences.append(difference)
-
-    def _spreads(self, number: int, names: list[str]) -> dict[str, float]:
-        """By how much each tensor differs in the perturbed run, relative to its norm."""
-        spreads: dict[str, float] = {}
-        if self.perturbed is None:
-            return spreads
-        expected, moved = self.reference[number], self.perturbed[number]
-        for name in names:
-            size = norm(expected[name])
-            if name in moved and moved[name].shape == expected[name].shape and size:
-                spreads[name] = norm(moved[name], expected[name]) / size
-        return spreads
+        if vague:
+            item = self.items[kind]
+            item.vague_part = max(item.vague_part, math.sqrt(vague / total))
 
     def _difference(
-        self,
-        number: int,
-        kind: str,
-        name: str,
-        expected: torch.Tensor,
-        actual: torch.Tensor | None,
-        spread: float,
+        self, number: int, name: str, expected: torch.Tensor, actual: torch.Tensor | None
     ) -> Difference | None:
-        step, plain = number + 1, name.partition("/")[2]
-        if actual is None or actual.shape != expected.shape:
-            if kind == "output":
-                # A layout may split a module, or have it on another rank.
-                return None
-            reason = "the layout has no such tensor"
-            if actual is not None:
-                reason = (
-                    f"its shape is {list(actual.shape)}, and {list(expected.shape)} on one process"
-                )
-            return Difference(step, kind, plain, reason=reason)
-        self.compared[kind] = self.compared.get(kind, 0) + 1
-        error, size = norm(actual, expected), norm(expected)
-        tolerance = 0.0
-        if self.perturbed is not None and kind != "batch":
-            if expected.is_floating_point():
-                spread = max(spread, torch.finfo(expected.dtype).eps)
-            tolerance = FACTOR * spread * size
-            moved = self.perturbed[number].get(name)
-            if not size and moved is not None and moved.shape == expected.shape:
-                tolerance = FACTOR * norm(moved)
-        if error <= tolerance:
+        """A tensor in both runs, without a tolerance; None for an output that the layout has in another form."""
+        kind, _, plain = name.partition("/")
+        if actual is not None and actual.shape == expected.shape:
+            return Difference(number + 1, kind, plain, norm(actual, expected), 0.0, norm(expected))
+        if kind == "output":
+            # A layout may split a module, or have it on another rank.
             return None
-        return Difference(step, kind, plain, error, tolerance, size)
+        reason = "the layout has no such tensor"
+        if actual is not None:
+            reason = f"its shape is {list(actual.shape)}, and {list(expected.shape)} on one process"
+        return Difference(number + 1, kind, plain, math.inf, reason=reason)
+
+
+def _spread(expected: torch.Tensor, moved: torch.Tensor | None) -> float:
+    """By how much the perturbation changes a tensor, relative to its norm."""
+    if moved is None or moved.shape != expected.shape:
+        return 0.0
+    change = norm(moved, expected)
+    size = norm(expected)
+    if not change:
+        return 0.0
+    if not size:
+        return math.inf
+    return change / size
+
+
+def _tolerance(expected: torch.Tensor, size: float, spread: float) -> float:
+    if expected.is_floating_point():
+        spread = max(spread, torch.finfo(expected.dtype).eps)
+    return FACTOR * spread * size
 
 
 def read_steps(folder: Path) -> list[Step]:
@@ -137,7 +210,7 @@ def read_steps(folder: Path) -> list[Step]:
         path = folder / f"step_{number}.pt"
         if not path.exists():
             break
-        steps.append(torch.load(path, map_location="cpu", weights_only=True))
+        steps.append(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
     return steps
 
 

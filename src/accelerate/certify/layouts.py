@@ -5,15 +5,27 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import ConfigurationError
 
-# In the order of a device mesh.
-DIMENSIONS = ("ddp", "fsdp", "tp", "cp", "sp", "pp")
-# The field of `ParallelismConfig` with the size of a dimension.
-_FIELDS = {"ddp": "dp_replicate", "fsdp": "dp_shard"}
+# The dimensions in their order in a device mesh, with their fields of `ParallelismConfig`.
+_FIELDS = {
+    "pp": "pp",
+    "ddp": "dp_replicate",
+    "fsdp": "dp_shard",
+    "cp": "cp",
+    "sp": "sp",
+    "tp": "tp",
+}
+# Keys of a configuration file for which a layout has values of its own.
+_REPLACED = (
+    "distributed_type", "num_processes", "num_machines", "machine_rank", "use_cpu", "fsdp_config",
+    "parallelism_config",
+)  # fmt: skip
+_FORM = re.compile(r"[a-z]+:\d+(x[a-z]+:\d+)*")
 
 
 @dataclass(frozen=True)
@@ -38,41 +50,112 @@ class Layout:
         """The shards of the data: ranks that read different samples."""
         return self.sizes.get("ddp", 1) * self.sizes.get("fsdp", 1)
 
-    def configuration(self, cpu: bool) -> dict[str, Any]:
-        """The settings of a configuration file that differ from those of one process."""
-        settings: dict[str, Any] = {
-            "num_processes": self.processes,
-            "distributed_type": "NO",
-            "use_cpu": cpu,
-        }
+    def configuration(self, base: Mapping[str, Any], cpu: bool) -> dict[str, Any]:
+        """The settings of a configuration file that starts a run in this layout.
+
+        Args:
+            base: the settings of a configuration file, whose layout is replaced.
+            cpu: whether to run on the CPU.
+        """
+        settings = {key: value for key, value in base.items() if key not in _REPLACED}
+        settings["num_processes"] = self.processes
+        settings["use_cpu"] = cpu
+        settings["distributed_type"] = "NO"
         if self.processes > 1 and cpu:
             settings["distributed_type"] = "MULTI_CPU"
         elif self.processes > 1:
             settings["distributed_type"] = "MULTI_GPU"
-        if "fsdp" in self.sizes or {"cp", "sp"} & set(self.sizes):
+        if {"fsdp", "cp", "sp"} & set(self.sizes):
             settings["distributed_type"] = "FSDP"
-            settings["fsdp_config"] = {"fsdp_version": "2", "fsdp_cpu_ram_efficient_loading": False}
+            defaults = {"fsdp_version": "2", "fsdp_cpu_ram_efficient_loading": False}
+            settings["fsdp_config"] = {**defaults, **base.get("fsdp_config", {})}
         if set(self.sizes) - {"ddp", "fsdp"} or len(self.sizes) > 1:
-            settings["parallelism_config"] = {
-                f"parallelism_config_{_FIELDS.get(name, name)}_size": size
+            options = {
+                key: value
+                for key, value in base.get("parallelism_config", {}).items()
+                if not key.endswith("_size")
+            }
+            sizes = {
+                f"parallelism_config_{_FIELDS[name]}_size": size
                 for name, size in self.sizes.items()
             }
+            settings["parallelism_config"] = options | sizes
         return settings
 
+    def dimensions_of(self, rank: int) -> list[str]:
+        """The dimensions of the mesh along which a rank is another than rank 0."""
+        names: list[str] = []
+        for name in reversed(_FIELDS):
+            rank, coordinate = divmod(rank, self.sizes.get(name, 1))
+            if coordinate:
+                names.insert(0, name)
+        return names
 
-def parse(text: str) -> Layout:
-    """The layout that a text such as ddp:2 or fsdp:2xtp:2 names.
+
+SINGLE = Layout("single", {})
+
+
+def is_layout(word: str) -> bool:
+    """Whether a word has the form of a layout."""
+    return word == SINGLE.text or _FORM.fullmatch(word) is not None
+
+
+def parse(text: str, option: str = "--layouts") -> Layout:
+    """The layout that a text such as ddp:2 or fsdp:2xtp:2 names; `single` is one process.
 
     Raises:
         ConfigurationError: it names none.
     """
+    if text == SINGLE.text:
+        return SINGLE
     sizes: dict[str, int] = {}
     for part in text.split("x"):
-        match = re.fullmatch(r"([a-z]+):(\d+)", part)
-        if match is None or match[1] not in DIMENSIONS or int(match[2]) < 1 or match[1] in sizes:
+        name, _, number = part.partition(":")
+        is_size = re.fullmatch("[1-9][0-9]{0,5}", number) is not None
+        if name not in _FIELDS or not is_size or name in sizes:
             raise ConfigurationError(
-                f"--layouts {text}: write dimension:ranks, with x between two of them, as in ddp:2 or fsdp:2xtp:2. "
-                f"The dimensions are {', '.join(DIMENSIONS)}"
+                f"{option} {text}: write dimension:ranks, with x between two of them, as in ddp:2 or fsdp:2xtp:2. "
+                f"The dimensions are {', '.join(_FIELDS)}"
             )
-        sizes[match[1]] = int(match[2])
+        sizes[name] = int(number)
     return Layout(text, {name: size for name, size in sizes.items() if size > 1})
+
+
+def of_launch(values: Mapping[str, Any], processes: int) -> Layout:
+    """The layout that the settings of a launch select."""
+    sizes = {}
+    if values["use_parallelism_config"]:
+        for name, field in _FIELDS.items():
+            size = values[f"parallelism_config_{field}_size"]
+            if size and size > 1:
+                sizes[name] = size
+    remaining = processes // math.prod(sizes.values())
+    if remaining > 1:
+        name = "ddp"
+        if values["use_fsdp"] and "fsdp" not in sizes:
+            name = "fsdp"
+        sizes[name] = remaining * sizes.get(name, 1)
+    text = "x".join(f"{name}:{size}" for name, size in sizes.items())
+    return Layout(text or SINGLE.text, sizes)
+
+
+def check_base(base: Mapping[str, Any], origin: str) -> None:
+    """Refuse a configuration whose runs cannot be compared layout by layout.
+
+    Raises:
+        ConfigurationError: it names the field.
+    """
+    kind = base.get("distributed_type", "NO")
+    if base.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        raise ConfigurationError(
+            f"compute_environment: {base['compute_environment']} ({origin}): layouts are certified on this machine"
+        )
+    if kind not in ("NO", "FSDP") and not str(kind).startswith("MULTI_"):
+        raise ConfigurationError(
+            f"distributed_type: {kind} ({origin}) is no layout that can be compared with one process: use FSDP or ddp"
+        )
+    machines = base.get("num_machines") or 1
+    if machines > 1:
+        raise ConfigurationError(
+            f"num_machines: {machines} ({origin}): layouts are certified on one machine"
+        )

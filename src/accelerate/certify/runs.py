@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import io
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+import tarfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,8 +18,21 @@ from typing import Any
 import yaml
 
 from ..core import env
-from .layouts import Layout
+from ..core.errors import ConfigurationError
+from ..core.options import options
+from ..launchers.spec import Program
+from .layouts import SINGLE, Layout
 from .settings import VARIABLE, Settings
+
+# Options that belong to the layout of a run, or only watch it: variables of the environment do not change them.
+_OF_LAYOUT = re.compile(
+    r"use_\w+|cpu|num_processes|num_machines|machine_rank|parallelism_config_\w+_size|plan_file|telemetry|profile"
+)
+
+
+def is_of_layout(option: str) -> bool:
+    """Whether a run that is recorded has a value of its own of an option of the launch."""
+    return _OF_LAYOUT.fullmatch(option) is not None
 
 
 @dataclass(frozen=True)
@@ -23,14 +40,12 @@ class Recorded:
     """A run that has ended.
 
     Fields:
-        folder: of its record.
+        folder: of its record, with the file of what it has printed.
         code: with which it has ended.
-        log: the file with what it has printed.
     """
 
     folder: Path
     code: int
-    log: Path
 
     @property
     def info(self) -> dict[str, Any] | None:
@@ -41,70 +56,171 @@ class Recorded:
         info: dict[str, Any] = json.loads(path.read_text())
         return info
 
+    @property
+    def log(self) -> Path:
+        """The file with what it has printed."""
+        return self.folder / "log.txt"
+
+    def reason(self, steps: int) -> str:
+        """Why the run has not made its steps."""
+        failure = self.folder / "error.json"
+        if failure.exists():
+            error = json.loads(failure.read_text())
+            return f"rank {error['rank']} failed: {error['cause']} ({self.log})"
+        made = len(list(self.folder.glob("step_*.pt")))
+        if self.code == 0 and made:
+            return f"the script ended after {made} of {steps} optimizer steps: give --steps {made}"
+        if self.code == 0:
+            return f"the script ended without a step of an optimizer that was prepared ({self.log})"
+        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        last = lines[-1] if lines else ""
+        return f"the run ended with code {self.code}: {last} ({self.log})"
+
+
+@dataclass(frozen=True)
+class Installation:
+    """The Python that runs a script, and what its environment has in addition."""
+
+    python: str = sys.executable
+    variables: dict[str, str] = field(default_factory=dict)
+
 
 @dataclass(frozen=True)
 class Script:
     """What is certified.
 
     Fields:
-        command: the script and its arguments.
+        program: the script and its arguments.
         base: the settings of its configuration file.
         settings: options of the record, whose folder is replaced.
         cpu: run on the CPU.
     """
 
-    command: Sequence[str]
+    program: Program
     base: dict[str, Any]
     settings: Settings
     cpu: bool = False
 
-    def record(self, layout: Layout, folder: Path, **changes: Any) -> Recorded:
-        """Run the script in a layout and record it in a folder."""
+    def record(
+        self,
+        layout: Layout,
+        folder: Path,
+        installation: Installation | None = None,
+        **changes: Any,
+    ) -> Recorded:
+        """Run the script in a layout and record it in a folder. The children end with this process's exceptions."""
+        used = installation or Installation()
         folder.mkdir(parents=True)
-        values = {**self.settings.__dict__, **changes, "folder": str(folder)}
         settings_file = folder / "settings.json"
-        Settings(**values).write(settings_file)
-        configuration = {**self.base, **layout.configuration(self.cpu)}
+        dataclasses.replace(self.settings, folder=str(folder), **changes).write(settings_file)
         config_file = folder / "config.yaml"
-        config_file.write_text(yaml.safe_dump(configuration))
-        log = folder / "log.txt"
-        command = [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            str(config_file),
-        ]
-        with log.open("w") as output:
-            code = subprocess.run(
-                [*command, *self.command],
+        config_file.write_text(yaml.safe_dump(layout.configuration(self.base, self.cpu)))
+        kind = {"script": [], "module": ["-m"], "program": ["--no_python"]}[self.program.kind]
+        launch = [used.python, "-m", "accelerate.commands.launch"]
+        launch += ["--config_file", str(config_file), "--error_file", str(folder / "error.json")]
+        overridden = {
+            row.variable: None
+            for row in options().values()
+            if row.variable and is_of_layout(row.name)
+        }
+        variables = {**overridden, **used.variables, VARIABLE: settings_file}
+        recorded = Recorded(folder, 0)
+        with recorded.log.open("w") as output:
+            process = subprocess.Popen(
+                [*launch, *kind, *self.program.words],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=env.child_environment({VARIABLE: settings_file}),
-            ).returncode
-        return Recorded(folder, code, log)
+                env=env.child_environment(variables),
+                # Ctrl-C comes to this process alone, which then stops the launcher of the ranks.
+                start_new_session=True,
+            )
+            try:
+                code = process.wait()
+            except BaseException:
+                process.terminate()
+                process.wait()
+                raise
+        return dataclasses.replace(recorded, code=code)
+
+    def digest(self) -> str:
+        """The checksum of the script's file; empty for a program, and for a module that is not found."""
+        name = Path(self.program.name)
+        files = [name, name / "__main__.py"]
+        if self.program.kind == "module":
+            relative = self.program.name.replace(".", "/")
+            files = []
+            for folder in (Path.cwd(), *map(Path, sys.path)):
+                files += [folder / f"{relative}.py", folder / relative / "__main__.py"]
+        for file in files:
+            if file.is_file() and self.program.kind != "program":
+                return hashlib.sha256(file.read_bytes()).hexdigest()
+        return ""
 
 
 @dataclass
 class Reference:
-    """The runs of a script on one process: as it is, and from parameters that are moved.
+    """The runs that a layout is compared with: one as it is, and one from parameters that are moved.
 
     Args:
         script: the script.
         folder: in which they are recorded.
+        layout: of the runs.
     """
 
     script: Script
     folder: Path
+    layout: Layout = SINGLE
     _pairs: dict[int, tuple[Recorded, Recorded]] = field(default_factory=dict)
 
     def runs(self, shards: int) -> tuple[Recorded, Recorded]:
-        """The runs on the samples that so many data shards read together."""
-        if shards not in self._pairs:
-            single = Layout("single", {})
-            plain = self.script.record(single, self.folder / f"reference-{shards}", shards=shards)
-            moved = self.script.record(
-                single, self.folder / f"perturbed-{shards}", shards=shards, perturb=True
+        """The runs on the samples that so many data shards read together.
+
+        Raises:
+            ConfigurationError: the layout of the reference has another number of shards, and more than one.
+        """
+        joined = shards
+        if self.layout.shards > 1:
+            joined = 0
+            if self.layout.shards != shards:
+                raise ConfigurationError(
+                    f"--reference {self.layout.text} reads {self.layout.shards} batches at a time, and the layout "
+                    f"{shards}: use a reference that reads as many, or one that reads one batch"
+                )
+        if joined not in self._pairs:
+            plain = self.script.record(
+                self.layout, self.folder / f"reference-{shards}", shards=joined
             )
-            self._pairs[shards] = plain, moved
-        return self._pairs[shards]
+            moved = self.script.record(
+                self.layout, self.folder / f"perturbed-{shards}", shards=joined, perturb=True
+            )
+            self._pairs[joined] = plain, moved
+        return self._pairs[joined]
+
+
+def installation(text: str, folder: Path) -> Installation:
+    """Another installation of torch or of this package.
+
+    Args:
+        text: a folder with an environment of Python, or a revision of the git repository of this package.
+        folder: where the files of a revision are put.
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    for name in ("bin/python", "Scripts/python.exe"):
+        python = Path(text) / name
+        if python.exists():
+            return Installation(str(python.absolute()))
+    source = Path(__file__).parents[2]
+    archive = subprocess.run(
+        ["git", "-C", str(source), "archive", text, "accelerate"], capture_output=True
+    )
+    if archive.returncode:
+        error = archive.stderr.decode(errors="replace").strip().splitlines()
+        raise ConfigurationError(
+            f"--against {text}: no folder with bin/python, and no revision of {source} ({error[-1]})"
+        )
+    package = folder / "revision"
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+        files.extractall(package, filter="data")
+    return Installation(variables={"PYTHONPATH": str(package)})

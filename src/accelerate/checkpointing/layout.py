@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import re
@@ -18,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from ..core import json_text
+from ..core import env, json_text
 from ..core.constants import (
     MODEL_NAME,
     OPTIMIZER_NAME,
@@ -35,6 +37,8 @@ from ..core.tensor_files import CorruptFile
 from .files import BlockIO, FileRecord
 
 T = TypeVar("T")
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 MANIFEST = "checkpoint_manifest.json"
 REPLACED = ".replaced"  # in a swap folder: the manifest of the checkpoint whose files it replaces
@@ -73,6 +77,7 @@ class Manifest:
         world_size: the processes of the run that saved it.
         progress: the position of the run (step, epoch, iteration, ...).
         ranks: whose states it has: "all", or "rank 0 only".
+        certificate: the sha256 of the certificate of the run (`accelerate certify`), if it was given one.
     """
 
     layout: str
@@ -85,6 +90,7 @@ class Manifest:
     created: str = ""
     libraries: dict[str, str] = field(default_factory=dict)
     ranks: str = "all"
+    certificate: str = ""
     version: int = VERSION
 
     def to_bytes(self) -> bytes:
@@ -93,6 +99,9 @@ class Manifest:
             **asdict(self),
             "files": {name: record.to_json() for name, record in self.files.items()},
         }
+        if not self.certificate:
+            # Earlier versions of this package do not know the field.
+            del body["certificate"]
         return json.dumps(
             {"format": FORMAT, "crc32": _checksum(body), "manifest": body}, indent=1
         ).encode()
@@ -107,14 +116,26 @@ def is_shared(manifest: Manifest) -> bool:
 
 
 def stamp() -> JSONObject:
-    """The fields of a manifest with the time and the versions of the libraries."""
+    """The fields of a manifest with the time, the versions of the libraries and the certificate."""
     libraries = {"python": platform.python_version()}
     for name in ("accelerate", "torch", "numpy", "safetensors"):
         try:
             libraries[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    certificate = ""
+    path = env.get("ACCELERATE_CERTIFICATE")
+    if path is not None:
+        try:
+            certificate = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        except OSError as error:
+            logger.warning(
+                "ACCELERATE_CERTIFICATE=%s cannot be read (%s): the checkpoint does not name it",
+                path,
+                reason(error),
+            )
     return {
+        "certificate": certificate,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "libraries": libraries,
     }

@@ -110,4 +110,7 @@ def _about(manifest: Manifest) -> str:
         processes = "1 process"
     else:
         processes = f"{manifest.world_size} processes"
-    return f"{len(manifest.files)} files, {size}, saved by {processes}{position}"
+    certificate = ""
+    if manifest.certificate:
+        certificate = f", certificate {manifest.certificate[:12]}"
+    return f"{len(manifest.files)} files, {size}, saved by {processes}{position}{certificate}"

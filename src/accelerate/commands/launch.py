@@ -188,6 +188,10 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
         # Some folders, such as /proc, are writable by their permissions only.
         with exit_on(OSError):
             Path(spec.log_dir).expanduser().mkdir(parents=True, exist_ok=True)
+    if settings["certify"]:
+        from .certify import certify_launch
+
+        certify_launch(settings, launcher)
     if not settings["quiet"]:
         messages.show(summary(settings, spec))
     show_misplaced(spec.program)

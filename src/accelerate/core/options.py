@@ -212,7 +212,7 @@ PRECISION = Group(
 
 TRAINING = Group(
     "training",
-    "Gradient accumulation, compilation, and the plan of the run.",
+    "Gradient accumulation, compilation, the plan of the run, and its check.",
     (
         Option(
             "gradient_accumulation_steps",
@@ -252,6 +252,14 @@ TRAINING = Group(
             "File with the estimate of `accelerate plan --write`, to which the run adds what it measures.",
             key="plan_file",
             variable="ACCELERATE_PLAN_FILE",
+        ),
+        Option(
+            "certify",
+            "int",
+            "Before the run, compare this number of optimizer steps in the requested layout with the same steps on "
+            "one process, as `accelerate certify` does. The run starts if they are equal.",
+            least=1,
+            key="",
         ),
     ),
     usual=("gradient_accumulation_steps",),
@@ -579,6 +587,10 @@ def _variable(name: str, kind: str = "text", **more: Any) -> Option:
 
 # Variables of this package that no flag sets.
 VARIABLES: tuple[Option, ...] = (
+    _variable(
+        "ACCELERATE_CERTIFICATE",
+        help="File that `accelerate certify` has written. Checkpoints of the run have its checksum.",
+    ),
     _variable(
         "ACCELERATE_CERTIFY_FILE",
         help="Set by `accelerate certify`: file with what the run records.",

@@ -23,6 +23,7 @@ EXPORTS = {
         "DEFAULT_LAUNCH_COMMAND",
         "SubprocessCallException",
         "are_the_same_tensors",
+        "assert_same_run",
         "assert_exception",
         "capture_call_output",
         "execute_subprocess_async",

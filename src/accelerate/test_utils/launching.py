@@ -6,10 +6,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import pickle
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +54,57 @@ def get_launch_command(**kwargs: Any) -> list[str]:
 DEFAULT_LAUNCH_COMMAND = get_launch_command(
     num_processes=max(1, devices.device_count()), monitor_interval=0.1
 )
+
+
+def assert_same_run(
+    train: Callable[..., object] | str | Path,
+    layouts: Sequence[str] = ("ddp:2",),
+    arguments: Sequence[Any] = (),
+    steps: int = 4,
+    dtype: str | None = None,
+    cpu: bool = True,
+) -> None:
+    """Assert that training code trains the same model in each layout as on one process.
+
+        def test_my_loop():
+            assert_same_run(train, layouts=["ddp:2"])
+
+    Args:
+        train: a function of a module that can be imported, which makes its own `Accelerator`; or a script.
+        layouts: as for `accelerate certify`.
+        arguments: of the function, or of the script.
+        steps: optimizer steps to compare.
+        dtype: of the model, such as "float64"; None leaves it as it is.
+        cpu: run on the CPU.
+
+    Raises:
+        AssertionError: with the verdict on each layout that is not equal.
+    """
+    from ..certify.certificate import CODES, Certificate
+    from ..certify.layouts import parse
+    from ..certify.runs import Script
+    from ..certify.settings import Settings
+    from ..launchers.spec import Program
+
+    folder = Path(tempfile.mkdtemp(prefix="certify-"))
+    program = Program(str(train), tuple(map(str, arguments)))
+    if callable(train):
+        call = pickle.dumps((train, tuple(arguments)))
+        script = folder / "call.py"
+        script.write_text(
+            f"import pickle, sys\n\nsys.path[:] = {sys.path!r}\n"
+            f"train, arguments = pickle.loads({call!r})\ntrain(*arguments)\n"
+        )
+        program = Program(str(script))
+    settings = Settings("", steps, dtype=dtype)
+    certificate = Certificate(
+        Script(program, {}, settings, cpu), [parse(layout) for layout in layouts]
+    )
+    certificate.run(folder / "runs", lambda row: None)
+    failed = [row.text() for row in certificate.rows if CODES[row.verdict]]
+    if failed:
+        raise AssertionError("\n".join(failed))
+    shutil.rmtree(folder)
 
 
 def pytest_xdist_worker_id() -> int:

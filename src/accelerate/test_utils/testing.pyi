@@ -72,6 +72,7 @@ from .launching import DEFAULT_LAUNCH_COMMAND as DEFAULT_LAUNCH_COMMAND
 from .launching import SubprocessCallException as SubprocessCallException
 from .launching import are_the_same_tensors as are_the_same_tensors
 from .launching import assert_exception as assert_exception
+from .launching import assert_same_run as assert_same_run
 from .launching import capture_call_output as capture_call_output
 from .launching import execute_subprocess_async as execute_subprocess_async
 from .launching import get_launch_command as get_launch_command
