@@ -66,6 +66,14 @@ SCRIPTS = [
         },
     ),
     Script(
+        "certify.py",
+        {
+            "certify step": Row(
+                "certify: a recorded step of a small transformer / a plain one", "ratio", 3
+            )
+        },
+    ),
+    Script(
         "importing.py",
         {
             "import": Row("import torch, accelerate / import torch", "ratio", 1.02),

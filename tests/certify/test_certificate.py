@@ -219,11 +219,17 @@ def test_a_value_that_is_not_finite_differs_from_one_that_is(certify, runs):
 
 
 def test_replicas_that_differ_are_named_with_the_dimension(certify, runs):
-    runs.info["replicas"] = {"step": 1, "name": "first.bias", "rank": 1}
+    runs.info["replicas"] = {
+        "step": 1,
+        "kind": "gradient",
+        "name": "first.bias",
+        "rank": 1,
+        "dimension": "tp",
+    }
     row = certify("fsdp:2xtp:2").rows[0]
     assert row.verdict == "different"
-    assert "rank 1" in row.where and "tp" in row.where and "fsdp" not in row.where
-    assert layouts.parse("ddp:2xtp:2xpp:2").dimensions_of(6) == ["pp", "ddp"]
+    assert row.difference.kind == "gradient"
+    assert "rank 1" in row.text() and "along tp" in row.text()
 
 
 def test_against_itself_compares_bit_by_bit(certify, runs):
@@ -398,13 +404,13 @@ def test_the_layout_replaces_that_of_a_configuration_file():
             "parallelism_config_cp_comm_strategy": "alltoall",
         },
     }
-    assert layouts.parse("ddp:2").configuration(base, cpu=True) == {
+    assert layouts.parse("ddp:2").configuration(True, base) == {
         "mixed_precision": "bf16",
         "num_processes": 2,
         "use_cpu": True,
         "distributed_type": "MULTI_CPU",
     }
-    made = layouts.parse("fsdp:2xtp:2").configuration(base, cpu=False)
+    made = layouts.parse("fsdp:2xtp:2").configuration(False, base)
     assert made["fsdp_config"]["fsdp_offload_params"] is True
     assert made["distributed_type"] == "FSDP"
     assert made["parallelism_config"] == {
@@ -412,4 +418,4 @@ def test_the_layout_replaces_that_of_a_configuration_file():
         "parallelism_config_dp_shard_size": 2,
         "parallelism_config_tp_size": 2,
     }
-    assert layouts.SINGLE.configuration(base, cpu=False)["distributed_type"] == "NO"
+    assert layouts.SINGLE.configuration(False, base)["distributed_type"] == "NO"

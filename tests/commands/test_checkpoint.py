@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`accelerate checkpoint`: whole checkpoints pass, damaged ones are named."""
 
+import hashlib
+
 import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.checkpointing.layout import set_aside
+from accelerate.checkpointing.layout import read_manifest, set_aside
 from accelerate.commands.checkpoint import main
 from accelerate.utils import ProjectConfiguration
 
@@ -57,6 +59,24 @@ def test_checkpoints_that_were_set_aside_are_listed(project, capsys):
     assert run("list", folder) == 0
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("ok ") and told[1].startswith(f"set aside {moved[1]}:")
+
+
+def test_the_certificate_of_a_run_is_named(project, tmp_path, capsys, monkeypatch, caplog):
+    card = tmp_path / "certificate.yaml"
+    card.write_text("verdict: equal")
+    monkeypatch.setenv("ACCELERATE_CERTIFICATE", str(card))
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_state(tmp_path / "named")
+    digest = hashlib.sha256(b"verdict: equal").hexdigest()
+    assert read_manifest(tmp_path / "named").certificate == digest
+    for action in ("list", "verify"):
+        assert run(action, tmp_path / "named") == 0
+        assert f"certificate {digest[:12]}" in capsys.readouterr().out
+    # A card that is gone does not stop the run, and a checkpoint without one has no field for it.
+    card.unlink()
+    accelerator.save_state(tmp_path / "unnamed")
+    assert str(card) in caplog.text
+    assert "certificate" not in (tmp_path / "unnamed" / "checkpoint_manifest.json").read_text()
 
 
 def test_nothing_there(tmp_path, capsys):

@@ -17,10 +17,11 @@ from states import reset_states
 
 from accelerate.certify.certificate import Certificate, Row
 from accelerate.certify.layouts import parse
-from accelerate.certify.runs import Recorded
+from accelerate.certify.runs import Recorded, Script
 from accelerate.certify.settings import VARIABLE, Settings
 from accelerate.config import launch_file
 from accelerate.config.launch_settings import resolve_settings
+from accelerate.launchers import spec as launched
 from accelerate.launchers.plan import variables
 from accelerate.state import PartialState
 
@@ -77,7 +78,7 @@ def recorded(folder: Path) -> Recorded:
     errors = sorted(folder.glob("error-*.txt"))
     log = folder / "log.txt"
     log.write_text("".join(file.read_text() for file in errors))
-    return Recorded(folder, 1 if errors else 0, log)
+    return Recorded(folder, 1 if errors else 0)
 
 
 def verdicts(
@@ -117,5 +118,6 @@ def verdict(name: str, layout: str, folder: Path, steps: int) -> Row:
     """The verdict on a recorded program."""
     own = folder / name
     reference = RunsOnOne(recorded(own / "plain"), recorded(own / "moved"))
-    certificate = Certificate([__file__], steps)
-    return certificate.add(layout, reference, recorded(own / "layout"))  # type: ignore[arg-type]
+    script = Script(launched.Program(__file__), {}, Settings("", steps), cpu=True)
+    certificate = Certificate(script, [parse(layout)])
+    return certificate.compare(parse(layout), recorded(own / "layout"), reference)  # type: ignore[arg-type]

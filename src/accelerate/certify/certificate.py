@@ -162,7 +162,7 @@ class Certificate:
             place = folder / f"{number}-{layout.text.replace(':', '')}"
             run = self.script.record(layout, place)
             if self.against is None:
-                row = self._row(layout, run, reference)
+                row = self.compare(layout, run, reference)
             else:
                 row = self._row_against(layout, run, place, other)
             self.rows.append(row)
@@ -184,7 +184,8 @@ class Certificate:
                     "--cpu"
                 )
 
-    def _row(self, layout: Layout, run: Recorded, reference: Reference) -> Row:
+    def compare(self, layout: Layout, run: Recorded, reference: Reference) -> Row:
+        """The verdict on a recorded run of a layout."""
         steps = self.script.settings.steps
         info = run.info
         if info is None:
@@ -246,38 +247,34 @@ class Certificate:
         row = Row(layout.text, EQUAL, comparison.items)
         replicas = info.get("replicas")
         if replicas is not None:
-            rank = replicas["rank"]
-            dimensions = " and ".join(layout.dimensions_of(rank))
-            row.where = f"rank {rank} has other values of {replicas['name']} than rank 0 (along {dimensions})"
-        if not comparison.differences:
-            verdicts = {item.verdict for item in comparison.items.values()}
-            row.verdict = next(
-                verdict for verdict in CODES if verdict in verdicts or verdict == EQUAL
+            row.where = "rank {rank} has other values of {kind} {name} than rank 0 (along {dimension})".format(
+                **replicas
             )
-            if replicas is not None:
-                row.verdict = DIFFERENT
-                row.difference = Difference(
-                    replicas["step"],
-                    "parameter",
-                    replicas["name"],
-                    reason="is not the same on each rank",
-                )
-            return row
-        first = row.difference = comparison.differences[0]
-        row.verdict = DIFFERENT
-        uncertain = _uncertain(first, comparison.reference[first.step - 1], draws)
-        if uncertain:
-            row.verdict = NOT_COMPARABLE
-            row.notes = [uncertain]
-        elif info:
-            row.notes = causes(comparison, info)
+        if comparison.differences:
+            first = row.difference = comparison.differences[0]
+            row.verdict = DIFFERENT
+            uncertain = _uncertain(first, comparison.reference[first.step - 1], draws)
+            if uncertain:
+                row.verdict = NOT_COMPARABLE
+                row.notes = [uncertain]
+            elif info:
+                row.notes = causes(comparison, info)
+        elif replicas is not None:
+            row.verdict = DIFFERENT
+            row.difference = Difference(
+                replicas["step"],
+                replicas["kind"],
+                replicas["name"],
+                reason="is not the same on each rank",
+            )
+        else:
+            row.verdict = _worst([item.verdict for item in comparison.items.values()])
         return row
 
     @property
     def verdict(self) -> str:
         """The worst of all rows."""
-        verdicts = {row.verdict for row in self.rows}
-        return next(verdict for verdict in CODES if verdict in verdicts or verdict == EQUAL)
+        return _worst([row.verdict for row in self.rows])
 
     @property
     def code(self) -> int:
@@ -351,13 +348,18 @@ def read(path: Path) -> tuple[Certificate, dict[str, str]]:
     return certificate, verdicts
 
 
+def _worst(verdicts: list[str]) -> str:
+    return min(verdicts, key=list(CODES).index, default=EQUAL)
+
+
 def _uncertain(first: Difference, expected: Step, draws: list[str]) -> str:
     """Why the first difference is no fault; an empty text if it may be one."""
     if first.step != 1 or first.kind not in ("output", "loss", "gradient"):
         return ""
-    if f"buffer/{first.name}.running_mean" in expected and first.kind == "output":
+    module = first.name.partition(" (call ")[0]
+    if f"buffer/{module}.running_mean" in expected and first.kind == "output":
         return (
-            f"{first.name} normalizes over the samples of one rank: convert it with "
+            f"{module} normalizes over the samples of one rank: convert it with "
             "torch.nn.SyncBatchNorm.convert_sync_batchnorm, or evaluate it"
         )
     if draws:

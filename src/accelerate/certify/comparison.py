@@ -57,7 +57,7 @@ class Difference:
     def module(self) -> str:
         """The name of the tensor's module; empty for a kind that belongs to none."""
         if self.kind == "output":
-            return self.name
+            return self.name.partition(" (call ")[0]
         if self.kind in ("gradient", "parameter", "buffer"):
             return self.name.rpartition(".")[0]
         return ""

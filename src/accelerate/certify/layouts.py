@@ -5,21 +5,17 @@ from __future__ import annotations
 
 import math
 import re
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..core.errors import ConfigurationError
 
-# The dimensions in their order in a device mesh, with their fields of `ParallelismConfig`.
+# Dimensions of a device mesh, with their fields of `ParallelismConfig`.
 _FIELDS = {
-    "pp": "pp",
-    "ddp": "dp_replicate",
-    "fsdp": "dp_shard",
-    "cp": "cp",
-    "sp": "sp",
-    "tp": "tp",
-}
+    "pp": "pp", "ddp": "dp_replicate", "fsdp": "dp_shard", "cp": "cp", "sp": "sp", "tp": "tp",
+}  # fmt: skip
 # Keys of a configuration file for which a layout has values of its own.
 _REPLACED = (
     "distributed_type", "num_processes", "num_machines", "machine_rank", "use_cpu", "fsdp_config",
@@ -50,12 +46,14 @@ class Layout:
         """The shards of the data: ranks that read different samples."""
         return self.sizes.get("ddp", 1) * self.sizes.get("fsdp", 1)
 
-    def configuration(self, base: Mapping[str, Any], cpu: bool) -> dict[str, Any]:
+    def configuration(
+        self, cpu: bool, base: Mapping[str, Any] = types.MappingProxyType({})
+    ) -> dict[str, Any]:
         """The settings of a configuration file that starts a run in this layout.
 
         Args:
-            base: the settings of a configuration file, whose layout is replaced.
             cpu: whether to run on the CPU.
+            base: the settings of a configuration file, whose layout is replaced.
         """
         settings = {key: value for key, value in base.items() if key not in _REPLACED}
         settings["num_processes"] = self.processes
@@ -81,15 +79,6 @@ class Layout:
             }
             settings["parallelism_config"] = options | sizes
         return settings
-
-    def dimensions_of(self, rank: int) -> list[str]:
-        """The dimensions of the mesh along which a rank is another than rank 0."""
-        names: list[str] = []
-        for name in reversed(_FIELDS):
-            rank, coordinate = divmod(rank, self.sizes.get(name, 1))
-            if coordinate:
-                names.insert(0, name)
-        return names
 
 
 SINGLE = Layout("single", {})

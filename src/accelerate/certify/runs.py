@@ -28,6 +28,8 @@ from .settings import VARIABLE, Settings
 _OF_LAYOUT = re.compile(
     r"use_\w+|cpu|num_processes|num_machines|machine_rank|parallelism_config_\w+_size|plan_file|telemetry|profile"
 )
+# Seconds that a rank of a recorded run waits for another one, if the environment does not say it.
+_TIMEOUT = 300
 
 
 def is_of_layout(option: str) -> bool:
@@ -114,7 +116,7 @@ class Script:
         settings_file = folder / "settings.json"
         dataclasses.replace(self.settings, folder=str(folder), **changes).write(settings_file)
         config_file = folder / "config.yaml"
-        config_file.write_text(yaml.safe_dump(layout.configuration(self.base, self.cpu)))
+        config_file.write_text(yaml.safe_dump(layout.configuration(self.cpu, self.base)))
         kind = {"script": [], "module": ["-m"], "program": ["--no_python"]}[self.program.kind]
         launch = [used.python, "-m", "accelerate.commands.launch"]
         launch += ["--config_file", str(config_file), "--error_file", str(folder / "error.json")]
@@ -123,7 +125,14 @@ class Script:
             for row in options().values()
             if row.variable and is_of_layout(row.name)
         }
-        variables = {**overridden, **used.variables, VARIABLE: settings_file}
+        # A rank that leaves the loop of the others ends the run in minutes.
+        waits = env.get("ACCELERATE_COLLECTIVE_TIMEOUT") or _TIMEOUT
+        variables = {
+            **overridden,
+            **used.variables,
+            "ACCELERATE_COLLECTIVE_TIMEOUT": waits,
+            VARIABLE: settings_file,
+        }
         recorded = Recorded(folder, 0)
         with recorded.log.open("w") as output:
             process = subprocess.Popen(
