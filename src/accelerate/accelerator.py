@@ -32,7 +32,7 @@ from .core import devices, env
 from .core.enums import DistributedType, DynamoBackend, LoggerType, RNGType
 from .core.errors import ConfigurationError, PrepareError, add_remedy, short_traceback
 from .core.lazy import public_names
-from .core.modules import class_name, model_has_dtensor, require_module
+from .core.modules import class_name, model_has_dtensor
 from .core.objects import NullContext, computed, forwarded
 from .core.trees import send_to_device
 from .data_loader import prepare_data_loader, skip_first_batches
@@ -477,10 +477,8 @@ class Accelerator(RunInterface):
             The prepared model.
 
         Raises:
-            PrepareError: `model` is not a module, or cannot be prepared; see `prepare`.
+            PrepareError: `model` cannot be prepared; see `prepare`.
         """
-        if not isinstance(model, torch.nn.Module):
-            raise PrepareError(f"prepare_model takes a torch.nn.Module, not {type(model).__name__}")
         optimizers, methods = self._preparing
         (prepared,) = self._prepare_models(
             [model],
@@ -616,18 +614,11 @@ class Accelerator(RunInterface):
 
         Returns:
             The wrapped optimizer.
-
-        Raises:
-            PrepareError: `optimizer` is not a `torch.optim.Optimizer`.
         """
         if isinstance(optimizer, AcceleratedOptimizer):
             if optimizer not in self._objects.optimizers:
                 self._observe(optimizer)
             return optimizer
-        if not is_optimizer(optimizer):
-            raise PrepareError(
-                f"prepare_optimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}"
-            )
         if self._has_guard:
             check_optimizer(optimizer)
         offload = self.plan.handlers.optimizer_offload
@@ -657,17 +648,13 @@ class Accelerator(RunInterface):
             The wrapped scheduler.
 
         Raises:
-            PrepareError: `scheduler` stands for one that an engine makes (`DummyScheduler`), or is another object.
+            PrepareError: `scheduler` stands for one that an engine makes (`DummyScheduler`).
         """
         if isinstance(scheduler, AcceleratedScheduler):
             if scheduler not in self._objects.schedulers:
                 self._objects.schedulers.append(scheduler)
             return scheduler
         refuse_placeholder(scheduler)
-        if isinstance(scheduler, torch.optim.Optimizer | AcceleratedOptimizer | torch.nn.Module):
-            raise PrepareError(
-                f"prepare_scheduler takes a learning-rate scheduler, not {type(scheduler).__name__}"
-            )
         stepped = getattr(scheduler, "optimizer", None)
         optimizers = [
             optimizer
@@ -847,7 +834,6 @@ class Accelerator(RunInterface):
         Returns:
             A context manager around the backward.
         """
-        require_module(model, "trigger_sync_in_backward")
         return sync_in_backward(model)
 
     def backward(
@@ -1178,17 +1164,10 @@ class Accelerator(RunInterface):
 
         Returns:
             The `PreparedModel`.
-
-        Raises:
-            TypeError: `model` is not a module.
         """
         for prepared in self._objects.models:
             if model is prepared.module or model is prepared.inner:
                 return prepared
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(
-                f"the model must be a torch.nn.Module, not an object of type {type(model).__name__}"
-            )
         return self.strategy.as_prepared(model)
 
     @replaceable
@@ -1245,7 +1224,6 @@ class Accelerator(RunInterface):
         Raises:
             TypeError: `model` is not a module.
         """
-        require_module(model, "verify_device_map")
         return any(
             len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules()
         )

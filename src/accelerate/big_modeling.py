@@ -16,7 +16,7 @@ from torch import nn
 from .core import env
 from .core.errors import PrepareError
 from .core.lazy import public_names
-from .core.modules import class_names, require_module
+from .core.modules import class_names
 from .core.objects import flat_list
 from .hooks import (
     AlignDevicesHook,
@@ -121,7 +121,6 @@ def cpu_offload(
     Returns:
         The model.
     """
-    require_module(model, "cpu_offload")
     execution_device = _take_back(model, execution_device)
     if state_dict is None:
         state_dict = model.state_dict()
@@ -153,7 +152,6 @@ def disk_offload(
     Returns:
         The model.
     """
-    require_module(model, "disk_offload")
     execution_device = _take_back(model, execution_device)
     check_devices({"": execution_device})
     if not os.path.isfile(os.path.join(offload_dir, INDEX_NAME)):
@@ -217,7 +215,6 @@ def cpu_offload_with_hook(
         first, first_hook = cpu_offload_with_hook(first, device)
         second, second_hook = cpu_offload_with_hook(second, device, prev_module_hook=first_hook)
     """
-    require_module(model, "cpu_offload_with_hook")
     hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
     add_hook_to_module(model, hook, append=True)
     return model, UserCpuOffloadHook(model, hook)
@@ -260,7 +257,6 @@ def dispatch_model(
     Example:
         model = dispatch_model(model, infer_auto_device_map(model, max_memory={0: "10GiB", "cpu": "30GiB"}))
     """
-    require_module(model, "dispatch_model")
     check_device_map(model, device_map)
     devices = {}
     if main_device is not None:
@@ -332,7 +328,6 @@ def load_checkpoint_and_dispatch(
             model = Model(config)
         model = load_checkpoint_and_dispatch(model, "checkpoint", device_map="auto", offload_folder="offload")
     """
-    require_module(model, "load_checkpoint_and_dispatch")
     if isinstance(device_map, str):
         device_map = plan_device_map(
             model,
@@ -382,7 +377,6 @@ def attach_layerwise_casting_hooks(
     What is within a module of `skip_modules_classes`, or one whose name a regular expression of
     `skip_modules_pattern` finds, is left alone. Without either, every such layer is taken.
     """
-    require_module(module, "attach_layerwise_casting_hooks")
     classes = tuple(flat_list(skip_modules_classes))
     options = (storage_dtype, compute_dtype, non_blocking)
     _attach_casting("", module, flat_list(skip_modules_pattern), classes, options)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -105,9 +104,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
         Args:
             set_to_none: as in `torch.optim.Optimizer.zero_grad`; None leaves it to the wrapped optimizer.
-
-        Raises:
-            ValueError: the wrapped optimizer has no such option.
         """
         if self._has_used_gradients:
             self._has_used_gradients = False
@@ -115,10 +111,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             return
         if set_to_none is None:
             self.optimizer.zero_grad()
-        elif "set_to_none" in inspect.signature(self.optimizer.zero_grad).parameters:
-            self.optimizer.zero_grad(set_to_none=set_to_none)
         else:
-            raise ValueError(f"{type(self.optimizer).__name__}.zero_grad takes no set_to_none")
+            self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def train(self) -> None:
         """Use the training weights of a schedule-free optimizer, which keeps two sets of weights."""

@@ -89,14 +89,6 @@ class ParallelismConfig:
                 "Context Parallelism (CP) and Sequence Parallelism (SP) are mutually exclusive. Got "
                 f"cp_size={self.cp_size} and sp_size={self.sp_size}. Please set either cp_size=1 or sp_size=1."
             )
-        length = None
-        if self.sp_handler is not None and not self.sp_handler.sp_seq_length_is_variable:
-            length = self.sp_handler.sp_seq_length
-        if self.sp_enabled and length and length % self.sizes["sp"]:
-            raise ConfigurationError(
-                f"sp_seq_length={length} with sp_size={self.sp_size}: each rank holds an equal part of a sequence, so "
-                "the length is a multiple of the size"
-            )
 
     def _take_handler(self, name: str, kind: type) -> bool:
         """Check a dimension's handler, or create it if the size needs one. False: one is given without effect."""

@@ -36,8 +36,6 @@ def test_reduce():
         found["b"][0].zero_()
         assert data["b"][0].tolist() == [1.5]
     assert collectives.reduce(torch.tensor([1.5]), scale=2.0).tolist() == [3.0]
-    with pytest.raises(TypeError, match="cannot hold a scaled value"):
-        collectives.reduce(torch.tensor([1]), scale=2.0)
     with pytest.raises(TypeError, match=r"reduce takes tensors.*builtins.str"):
         collectives.reduce("text")
     with pytest.raises(ConfigurationError, match="reduction='avg' is unknown"):

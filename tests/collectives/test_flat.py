@@ -104,13 +104,13 @@ def test_what_is_no_dense_tensor_is_refused():
     try:
         mesh = init_device_mesh("cpu", (1,))
         sharded = distribute_tensor(torch.ones(2), mesh)
-        with pytest.raises(TypeError, match=r"some_op .* DTensor: call `.full_tensor\(\)`"):
+        with pytest.raises(TypeError, match=r"some_op .* DTensor"):
             flat.collect([sharded], "some_op")
     finally:
         torch.distributed.destroy_process_group()
-    with pytest.raises(TypeError, match=r"to_dense"):
+    with pytest.raises(TypeError, match="sparse"):
         flat.collect([torch.ones(2), torch.eye(2).to_sparse()], "some_op")
-    with pytest.raises(TypeError, match=r"to_padded_tensor"):
+    with pytest.raises(TypeError, match="nested: True"):
         flat.collect(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "some_op")
     with pytest.raises(TypeError, match=r"some_op takes tensors.*builtins.str"):
         flat.collect({"a": [torch.ones(1), "text"]}, "some_op")

@@ -144,9 +144,6 @@ def test_bad_input_is_one_clear_error():
                     split_batches=True,
                     dispatch_batches=dispatch,
                 )
-    for number in (-1, 1.5, True):
-        with pytest.raises(PrepareError, match="number of batches to skip"):
-            skip_first_batches(raw, number)
     with pytest.warns(UserWarning, match="has no effect without dispatch_batches=True"):
         prepare_data_loader(
             raw, num_processes=2, process_index=0, slice_fn_for_dispatch=lambda *_, **__: None

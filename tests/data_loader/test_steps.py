@@ -160,5 +160,3 @@ def test_what_cannot_be_cut_is_refused():
         BatchSamplerShard([[0], [1]], 2, 0, split_batches=True)
     with pytest.raises(PrepareError, match=r"IterableDatasetShard.*batch size 3 .*multiple of 2"):
         IterableDatasetShard(Numbers(3), 3, num_processes=2, split_batches=True)
-    with pytest.raises(PrepareError, match="-1"):
-        SkipBatchSampler([[0]], -1)

@@ -47,8 +47,6 @@ def test_the_strategy_of_a_layout(world, sizes, plugin, expected):
     [
         (4, {"tp_size": 2}, None, "tp_size=2 = 2 processes, but 4"),
         (4, {"pp_size": 2, "cp_size": 2}, None, "a pipeline divides batches, not sequences"),
-        (4, {"pp_size": 4}, PLUGIN, "nothing to shard"),
-        (4, {"dp_replicate_size": 4}, PLUGIN, "nothing to shard"),
     ],
 )
 def test_refusals(world, sizes, plugin, named):

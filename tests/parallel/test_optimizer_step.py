@@ -12,8 +12,8 @@ from torch import nn
 from accelerate.core.errors import PrepareError
 from accelerate.parallel.optimizer_step import (
     Scope,
+    check_flat_shards,
     find_scope,
-    refuse_flat_shards,
     refuse_model_scope,
 )
 
@@ -58,12 +58,12 @@ def test_scope(kind: Any, scope: Scope) -> None:
 
 
 def test_refusals_name_the_optimizer_and_the_remedy() -> None:
-    with pytest.raises(
-        PrepareError, match=r"Muon needs entire tensors.*FSDP1.*Set fsdp_version=2, or"
-    ):
-        refuse_flat_shards(torch.optim.Muon(matrices()), "FSDP1", "set fsdp_version=2")
-    with pytest.raises(PrepareError, match=r"LBFGS combines .*pp_size"):
-        refuse_model_scope(torch.optim.LBFGS(matrices()), "pp_size", "use another")
+    for check in (check_flat_shards, refuse_model_scope):
+        with pytest.raises(PrepareError, match=r"LBFGS .*pp_size.*use another"):
+            check(torch.optim.LBFGS(matrices()), "pp_size", "use another")
+    for optimizer in (torch.optim.Muon(matrices()), torch.optim.Adafactor(matrices())):
+        with pytest.warns(UserWarning, match=f"{type(optimizer).__name__} .*FSDP1.*fsdp_version=2"):
+            check_flat_shards(optimizer, "FSDP1", "set fsdp_version=2")
     refuse_model_scope(torch.optim.Muon(matrices()), "pp_size", "use another")
     with pytest.warns(UserWarning, match=r"Own.*supports_sharded_parameters"):
-        refuse_flat_shards(Own(matrices()), "FSDP1", "set fsdp_version=2")
+        check_flat_shards(Own(matrices()), "FSDP1", "set fsdp_version=2")

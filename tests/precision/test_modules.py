@@ -168,7 +168,6 @@ def test_the_first_pattern_counts_and_inner_modules_may_differ():
     ("options", "message"),
     [
         ({"mixed_precision": "no"}, "precision_policy needs mixed_precision"),
-        ({"precision_policy": ["*norm*"]}, "give a dict of patterns"),
         (
             {"precision_policy": {"*norm*": torch.int8}},
             r"precision_policy\['\*norm\*'\]=torch.int8",

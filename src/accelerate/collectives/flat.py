@@ -81,21 +81,11 @@ def checked(leaves: list[Tensor], operation: str) -> list[Tensor]:
 
 def plain(leaf: Tensor, operation: str) -> Tensor:
     """`leaf` without the subclass that only decorates it; TypeError where its content is not one dense block."""
-    if leaf.is_nested:
+    is_dense = leaf.layout is torch.strided and not leaf.is_nested
+    if not is_dense or is_dtensor(leaf) or is_wrapper_subclass(leaf):
         raise TypeError(
-            f"{operation} takes dense tensors; it was given a nested one: pad it first (`to_padded_tensor`)"
-        )
-    if leaf.layout is not torch.strided:
-        raise TypeError(
-            f"{operation} takes dense tensors; it was given one of layout {leaf.layout}: call `.to_dense()`"
-        )
-    if is_dtensor(leaf):
-        raise TypeError(
-            f"{operation} takes plain tensors; it was given a DTensor: call `.full_tensor()` or `.to_local()`"
-        )
-    if is_wrapper_subclass(leaf):
-        raise TypeError(
-            f"{operation} takes plain tensors; it was given a {type(leaf).__qualname__}: dequantize it first"
+            f"{operation} takes dense, plain tensors; it was given a {type(leaf).__qualname__} of layout "
+            f"{leaf.layout} (nested: {leaf.is_nested}): convert it first"
         )
     if type(leaf) in PLAIN:
         return leaf

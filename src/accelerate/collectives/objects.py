@@ -95,17 +95,13 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
         `object_list` itself.
 
     Raises:
-        TypeError: the argument is not a list; or, on every rank, an element cannot be pickled.
+        TypeError: on every rank, an element cannot be pickled.
         ConfigurationError: there is no rank `from_process`.
     """
     state = PartialState()
     if not state.use_distributed:
         return object_list
     transport.check_source("broadcast_object_list", from_process, state.num_processes)
-    if not isinstance(object_list, list):
-        raise TypeError(
-            f"broadcast_object_list changes a list in place; it was passed a {type(object_list).__qualname__}"
-        )
     if state.debug:
         verify.agree("broadcast_object_list", None, options=f"from_process={from_process}")
     received = broadcast_each(object_list, from_process)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import numbers
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -31,7 +30,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         deterministic: also make torch raise an error for operations without a deterministic algorithm.
 
     Raises:
-        ConfigurationError: the seed is not an integer from 0 to 2**32 - 1. No generator is changed.
+        ValueError, TypeError: the seed is not an integer from 0 to 2**32 - 1. No generator is changed.
 
     Example:
         set_seed(42)
@@ -43,12 +42,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         if layout is not None:
             index, _ = data_shard(layout, index)
         seed += index
-    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**32:
-        raise ConfigurationError(
-            f"set_seed: {seed!r} is not a seed: give an integer from 0 to 2**32 - 1"
-        )
-    random.seed(seed)
+    # It takes integers from 0 to 2**32 - 1 only.
     np.random.seed(seed)
+    random.seed(seed)
     # Seeds the CPU and, where they are used, all accelerators.
     torch.manual_seed(seed)
     if deterministic:

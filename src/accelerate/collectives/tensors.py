@@ -138,7 +138,7 @@ def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
         The same structure with the reduced tensors, on every rank.
 
     Raises:
-        TypeError: a value that is not a tensor, or a mean or factor of integers.
+        TypeError: a value that is not a tensor.
         ConfigurationError: an unknown reduction.
 
     Example:
@@ -153,8 +153,6 @@ def reduce(tensor: object, reduction: str = "mean", scale: float = 1.0) -> Any:
     if not PartialState().use_distributed:
         if scale == 1.0:
             return trees.map_leaves(torch.clone, tensor, strict="reduce")
-        leaves = flat.collect(tensor, "reduce")
-        _check_divisible(leaves, "sum")
         return trees.map_leaves(lambda leaf: leaf * scale, tensor, strict="reduce")
     return reduce_nested(tensor, reduction, scale)
 
@@ -171,8 +169,6 @@ def reduce_nested(
     leaves, sign = _leaves(call, group, reduction, scale)
     if not leaves:
         return data
-    if reduction == "mean" or scale != 1.0:
-        _check_divisible(leaves, reduction)
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index, leaf in enumerate(leaves):
         indices = by_dtype.setdefault(leaf.dtype, [])
@@ -200,19 +196,6 @@ def _leaves(call: Call, group: dist.ProcessGroup, *facts: object) -> tuple[list[
     if channel is not None:
         channel.agree(group, sign, call)
     return leaves, sign
-
-
-def _check_divisible(leaves: Sequence[Tensor], reduction: str) -> None:
-    result = "scaled value"
-    if reduction == "mean":
-        result = "mean"
-    for leaf in leaves:
-        if leaf.is_floating_point() or leaf.is_complex():
-            continue
-        raise TypeError(
-            f"reduce: a tensor of {leaf.dtype} cannot hold a {result}: "
-            'use reduction="sum" without a scale, or convert it with `.float()`'
-        )
 
 
 def _reduce_one_dtype(
@@ -344,13 +327,10 @@ def gather_tensor_shape(tensor: Tensor | None) -> tuple[Tensor, int]:
         The sizes as an int32 tensor of shape `[dimensions, 1]`, and the number of the dtype in `TENSOR_INT_TO_DTYPE`.
 
     Raises:
-        ValueError: on every rank, if not exactly one rank passed a tensor, or its dtype has no number.
+        ValueError: on every rank, if not exactly one rank passed a tensor.
+        KeyError: its dtype has no number.
     """
     _, info = _only_tensor(tensor, "gather_tensor_shape")
-    if info.dtype not in TENSOR_TYPE_TO_INT:
-        raise ValueError(
-            f"gather_tensor_shape: {info.dtype} is not one of {list(TENSOR_TYPE_TO_INT)}"
-        )
     sizes = torch.tensor(info.shape, dtype=torch.int32, device=PartialState().device)
     return sizes.unsqueeze(1), TENSOR_TYPE_TO_INT[info.dtype]
 

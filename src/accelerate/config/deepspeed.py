@@ -139,10 +139,8 @@ def _read_config(source: Any) -> dict[str, Any]:
 
 
 def check_stage(config: HfDeepSpeedConfig) -> None:
-    """Refuse an unknown stage of ZeRO, and warn where a device for offloading has no effect at the stage."""
+    """Warn where a device for offloading has no effect at the stage of ZeRO."""
     stage = config.get_value("zero_optimization.stage", 0)
-    if stage not in (0, 1, 2, 3):
-        raise ConfigurationError(f"zero_stage={stage!r}: ZeRO has the stages 0, 1, 2 and 3")
     for name in ("offload_optimizer", "offload_param"):
         device = config.get_value(f"zero_optimization.{name}.device") or "none"
         least = 3 if name == "offload_param" or device == "nvme" else 1

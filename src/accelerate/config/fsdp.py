@@ -184,13 +184,8 @@ class FullyShardedDataParallelPlugin:
             )
         names = ("state_dict_config", "optim_state_dict_config")
         for name, fitting in zip(names, _state_dict_configs(kind.name), strict=True):
-            config = getattr(self, name)
-            if config is None:
+            if getattr(self, name) is None:
                 setattr(self, name, fitting)
-            elif fitting is not None and not isinstance(config, type(fitting)):
-                raise ConfigurationError(
-                    f"{name}={config!r} with state_dict_type={kind.name}: it takes a {type(fitting).__name__}"
-                )
 
     def _resolve_wrapping(self) -> None:
         from torch.distributed.fsdp.wrap import (

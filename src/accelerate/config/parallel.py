@@ -192,10 +192,6 @@ class PipelineParallelConfig:
                 f"stages_per_rank={self.stages_per_rank}: under schedule={self.schedule!r} a rank has {required}"
             )
         self.balance = checks.word("balance", self.balance, ("parameters", "time"))
-        if self.balance == "time" and not self.example_inputs:
-            raise ConfigurationError(
-                "balance='time' measures the model's forward: give example_inputs"
-            )
         if self.loss_reduction is None:
             self.loss_reduction = env.get("PARALLELISM_CONFIG_PP_LOSS_REDUCTION")
         if self.loss_reduction is not None:

@@ -39,18 +39,12 @@ def path_text(value: Any, argument: str) -> str:
         raise ConfigurationError(
             f"{argument}={text!r} names no folder: give a path ('.' is the current folder)"
         )
-    if "\0" in text:
-        raise ConfigurationError(f"{argument}={text!r} has a NUL character, which no path may have")
     return text
 
 
 def user_path(value: Any, argument: str) -> Path:
     """A path that a user has given, with `~` expanded. Raises ConfigurationError as `path_text` does."""
-    text = path_text(value, argument)
-    try:
-        return Path(text).expanduser()
-    except RuntimeError as error:
-        raise ConfigurationError(f"{argument}={text!r}: {error}") from None
+    return Path(path_text(value, argument)).expanduser()
 
 
 def follow_links(path: Path, argument: str) -> Path:

@@ -16,14 +16,6 @@ from .errors import PrepareError, suggestion
 from .objects import flat_list
 
 
-def require_module(model: object, function: str) -> None:
-    """Raises TypeError if what a public function got as its model is not a module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"{function} takes a torch.nn.Module, not {model!r:.80} (of type {type(model).__name__})"
-        )
-
-
 def class_name(module: object) -> str:
     """The name of a model's class; of a class that FSDP2 has derived from it, that of the user's class."""
     kinds = type(module).__mro__
@@ -34,7 +26,6 @@ def get_module_children_bottom_up(
     model: nn.Module, return_fqns: bool = False
 ) -> list[nn.Module] | list[tuple[str, nn.Module]]:
     """All modules of `model`, each after its children, the model last; with `return_fqns` as (name, module)."""
-    require_module(model, "get_module_children_bottom_up")
     named = list(named_bottom_up(model))
     if return_fqns:
         return named
@@ -119,7 +110,6 @@ def replace_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
     """The class called `name` of some module in `module` (itself included), or None where there is none."""
-    require_module(module, "get_module_class_from_name")
     return next((type(found) for found in module.modules() if type(found).__name__ == name), None)
 
 
@@ -145,7 +135,6 @@ def class_names(model: nn.Module, option: str, classes: Any) -> list[str]:
 
 def model_has_dtensor(model: nn.Module) -> bool:
     """Whether some parameter of `model` is a DTensor: sharded or replicated over a device mesh."""
-    require_module(model, "model_has_dtensor")
     return any(is_dtensor(parameter) for parameter in model.parameters())
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ..core.errors import ConfigurationError
-from ..core.imports import is_available
 from ..core.observers import NO_LOOP, RunLoop
 from ..state import GradientState
 
@@ -110,13 +109,9 @@ class DataLoaderAdapter:
 
 
 def loader_class(stateful: bool) -> type[DataLoader[Any]]:
-    """The loader class to build. Raises ImportError where torchdata is required and missing."""
+    """The loader class to build."""
     if not stateful:
         return DataLoader
-    if not is_available("torchdata"):
-        raise ImportError(
-            "use_stateful_dataloader=True needs the package torchdata: pip install torchdata"
-        )
     import torchdata.stateful_dataloader
 
     kind: type[DataLoader[Any]] = torchdata.stateful_dataloader.StatefulDataLoader

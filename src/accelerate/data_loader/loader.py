@@ -40,7 +40,6 @@ from .samplers import (
     IterableDatasetShard,
     Remainder,
     SeedableRandomSampler,
-    check_skip,
     epoch_listeners,
     get_sampler,
     tell_epoch,
@@ -130,7 +129,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
 
     def _configure(self, **options: Any) -> None:
         LoaderOptions.__init__(self, **options)
-        check_skip(self.skip_batches)
         if self.device is not None:
             self.device = torch.device(self.device)
         # Without a generator to synchronize, the ranks share the states that the order is drawn from.

@@ -23,7 +23,6 @@ from .samplers import (
     SeedableRandomSampler,
     SkipBatchSampler,
     check_divisible,
-    check_skip,
     get_sampler,
     shuffles_plainly,
     with_sampler,
@@ -181,13 +180,11 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         The new loader.
 
     Raises:
-        PrepareError: `num_batches` is negative or not an integer.
         ConfigurationError: `dataloader` is not a DataLoader.
 
     Example:
         for batch in skip_first_batches(loader, 100): ...
     """
-    check_skip(num_batches)
     without_first = getattr(dataloader, "without_first", None)
     if without_first is not None:
         loader: DataLoader[Any] = without_first(num_batches)

@@ -55,7 +55,6 @@ class SkipBatchSampler(BatchSampler):
     """The batches of `batch_sampler` without the first `skip_batches`, of which only the indices are drawn."""
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
-        check_skip(skip_batches)
         self.batch_sampler = batch_sampler
         self.skip_batches = skip_batches
 
@@ -77,14 +76,6 @@ class SkipBatchSampler(BatchSampler):
         if name == "batch_sampler":
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
-
-
-def check_skip(skip_batches: int) -> None:
-    """Raise PrepareError unless `skip_batches` is an integer from 0 on."""
-    if isinstance(skip_batches, bool) or not isinstance(skip_batches, int) or skip_batches < 0:
-        raise PrepareError(
-            f"the number of batches to skip must be an integer of at least 0, not {skip_batches!r}"
-        )
 
 
 def innermost(batch_sampler: Any) -> Any:

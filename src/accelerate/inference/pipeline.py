@@ -15,7 +15,7 @@ from torch import nn
 
 from ..core import trees
 from ..core.errors import PrepareError
-from ..core.modules import class_names, replace_data, require_module
+from ..core.modules import class_names, replace_data
 from ..parallel.pipeline.microbatch import Args, BatchSplitter, Kwargs, disable_caches
 from ..parallel.pipeline.observe import observe
 from ..parallel.pipeline.p2p import P2PChannel
@@ -25,7 +25,6 @@ from ..parallel.pipeline.split import (
     StageSplit,
     Unit,
     balance,
-    check_names,
     find_units,
     is_inside,
     last_units,
@@ -68,7 +67,6 @@ def prepare_pippy(
     Raises:
         PrepareError: the split points do not fit.
     """
-    require_module(model, "prepare_pippy")
     state = PartialState()
     model.eval()
     chunks = num_chunks or state.num_processes
@@ -131,7 +129,6 @@ def _cut(
         points = [requested]
     else:
         points = list(requested)
-    check_names(model, points)
     found_units = find_units(model, no_split, nested=not points)
     # What has no parameters computes on each stage.
     refined = _refined(model, found_units, points)

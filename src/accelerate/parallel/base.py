@@ -139,9 +139,6 @@ class Strategy:
         """Called first with all objects of one `prepare`: returns them, with replacements for those made together."""
         return objects
 
-    def watch_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before the step of an optimizer is built."""
-
     def prepare(self, bundle: Bundle) -> list[PreparedModel]:
         """Lay out each model of the bundle. The optimizers' parameters stay the same objects."""
         prepared_models = []

@@ -28,7 +28,6 @@ def choose_strategy(
         return "fsdp1", {"plugin": fsdp_plugin, "parallelism": parallelism}
     if parallelism is None:
         if fsdp_plugin is not None:
-            _check_reshard(fsdp_plugin, world_size, f"the {world_size} processes")
             return "fsdp2", {"plugin": fsdp_plugin}
         return ("ddp" if world_size > 1 else "single"), {}
     parallelism.validate(world_size)
@@ -39,21 +38,17 @@ def choose_strategy(
     sharded = fsdp_plugin is not None or parallelism.dp_shard_enabled or split
     if parallelism.tp_enabled and not sharded and not parallelism.dp_replicate_enabled:
         return "tensor", {"parallelism": parallelism}
-    if sharded and not parallelism.dp_shard_enabled and not parallelism.tp_enabled and not split:
-        raise ConfigurationError(
-            f"an fsdp_plugin is given, but {describe(parallelism)} has nothing to shard over: set dp_shard_size"
-        )
     if sharded or parallelism.tp_enabled:
         # Replicas of a tensor-parallel model are FSDP2 with one rank in each shard group.
         plugin = fsdp_plugin or FullyShardedDataParallelPlugin(fsdp_version=2)
         sizes = parallelism.sizes
         shards = sizes["dp_shard"] * sizes["cp"] * sizes["sp"]
-        _check_reshard(
-            plugin,
-            shards,
-            f"the {shards} ranks of {describe(parallelism)} that share a replica",
-            sizes["tp"],
-        )
+        size = plugin.reshard_after_forward
+        if parallelism.tp_enabled and type(size) is int and size < shards:
+            raise ConfigurationError(
+                f"reshard_after_forward={size} with tp_size={sizes['tp']}: torch builds these groups over all "
+                "processes only, and would hang. Use True or False"
+            )
         return "fsdp2", {"plugin": plugin, "parallelism": parallelism}
     return ("ddp" if world_size > 1 else "single"), {}
 
@@ -73,26 +68,6 @@ def check_deepspeed_layout(world_size: int, parallelism: ParallelismConfig) -> N
         )
 
 
-def _check_reshard(
-    plugin: FullyShardedDataParallelPlugin, shards: int, among: str, split: int = 1
-) -> None:
-    """Refuse a size of groups to reshard to that the ranks do not have. `split`: the size of tensor parallelism."""
-    size = plugin.reshard_after_forward
-    if isinstance(size, bool) or not isinstance(size, int):
-        return
-    if size > shards or shards % size:
-        divisors = [str(number) for number in range(2, shards + 1) if shards % number == 0]
-        raise ConfigurationError(
-            f"reshard_after_forward={size}: parameters are resharded to groups of this size after the forward, "
-            f"which has to divide {among}. Use {', '.join(divisors[-8:]) or 'no number'}, True or False"
-        )
-    if size < shards and split > 1:
-        raise ConfigurationError(
-            f"reshard_after_forward={size} with tp_size={split}: torch builds these groups over all processes only, "
-            "and would hang. Use True or False"
-        )
-
-
 def _pipeline(
     parallelism: ParallelismConfig, fsdp_plugin: FullyShardedDataParallelPlugin | None
 ) -> tuple[str, dict[str, Any]]:
@@ -101,10 +76,6 @@ def _pipeline(
         raise ConfigurationError(
             f"{describe(parallelism)}: a pipeline divides batches, not sequences. Use pp_size with dp_shard_size, "
             "dp_replicate_size and tp_size, or cp_size and sp_size without pp_size."
-        )
-    if fsdp_plugin is not None and not parallelism.dp_shard_enabled:
-        raise ConfigurationError(
-            f"an fsdp_plugin is given, but {describe(parallelism)} has nothing to shard over: set dp_shard_size"
         )
     if (
         fsdp_plugin is not None

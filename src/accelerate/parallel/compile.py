@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ..config.training import TorchDynamoPlugin
 from ..core.errors import PrepareError
 from ..core.imports import is_torch_version
-from ..core.modules import require_module
 from ..torch_internals.compiled import is_compiled_module, remember_uncompiled
 from ..torch_internals.module_copies import with_children
 
@@ -75,7 +74,6 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     result shares all parameters with `module`, which stays uncompiled and can be had back as `result._orig_mod`.
     `compile_kwargs` are those of `torch.compile`.
     """
-    require_module(module, "compile_regions")
     if isinstance(module, nn.ModuleList) and is_repeated_blocks(module):
         return nn.ModuleList([compile_regions(block, **compile_kwargs) for block in module])
     if not has_repeated_blocks(module):
@@ -88,7 +86,6 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: object) -> nn.Module:
     """`module` itself, its regions compiled in place: names, hooks and parameters stay as `fully_shard` needs them."""
-    require_module(module, "compile_regions_fsdp2")
     for region in _regions(module):
         region.compile(**compile_kwargs)
     return module

@@ -74,8 +74,6 @@ def build_step(
         device_placement: move the state to the devices of the parameters.
         offload_chunk: keep the state in host memory, and stream this many bytes at a time; None: do not.
     """
-    # 0. The innermost step is watched once, where that shows whether the layout can take it.
-    strategy.watch_step(optimizer)
     # 1. The step of shards is that of a single process, and uses no stale unsharded parameters.
     if strategy.shards_parameters:
         # Imports DTensor.
@@ -133,21 +131,15 @@ def find_scope(optimizer: torch.optim.Optimizer) -> Scope:
     return Scope.UNKNOWN
 
 
-def refuse_flat_shards(optimizer: torch.optim.Optimizer, layout: str, remedy: str) -> None:
-    """Raise PrepareError for an optimizer that needs entire tensors, where `layout` gives it flat shards."""
-    scope, name = find_scope(optimizer), type(optimizer).__name__
-    if scope is Scope.UNKNOWN:
+def check_flat_shards(optimizer: torch.optim.Optimizer, layout: str, remedy: str) -> None:
+    """Warn of an optimizer that may need entire tensors, where `layout` gives it flat shards. See below."""
+    refuse_model_scope(optimizer, layout, remedy)
+    if find_scope(optimizer) is not Scope.ELEMENT:
+        name = type(optimizer).__name__
         warn(
             f"{name} is not known to update each element independently, and {layout} gives it flat shards of the "
             f"parameters. If it uses shapes or norms of entire tensors, {remedy}; if not, set "
             f"{name}.{OPT_OUT} = True"
-        )
-    elif scope is not Scope.ELEMENT:
-        raise PrepareError(
-            f"{name} needs entire tensors (the step of an element depends on {scope.value}), and {layout} gives it "
-            "flat shards of the parameters: its results would differ from those of a single process. "
-            f"{remedy[0].upper()}{remedy[1:]}, or use an optimizer that updates each element independently (AdamW, "
-            f"SGD, ...). An optimizer that supports such shards declares {OPT_OUT} = True"
         )
 
 

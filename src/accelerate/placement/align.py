@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.modules import direct_parameters, require_module
+from ..core.modules import direct_parameters
 from ..core.objects import flat_list
 from ..core.trees import find_device, send_to_device
 from .module_hooks import (
@@ -282,7 +282,6 @@ def attach_execution_device_hook(
 
     Below a module of `preload_module_classes` (class names) none is attached.
     """
-    require_module(module, "attach_execution_device_hook")
     tensors = named_module_tensors(module, recurse=True, remove_non_persistent=True)
     if next(tensors, None) is not None and not hasattr(module, "_hf_hook"):
         hook = AlignDevicesHook(
@@ -313,7 +312,6 @@ def attach_align_device_hook(
     `module_name` is the name under which `weights_map` knows the module. One of `preload_module_classes` (class names)
     brings the weights of all its submodules at once, as it uses them without calling their forward.
     """
-    require_module(module, "attach_align_device_hook")
     place_all = offload and _is_preloaded(module, preload_module_classes)
     holds = place_all or next(named_module_tensors(module), None) is not None
     # A module that is in several others gets one hook.
@@ -367,7 +365,6 @@ def attach_align_device_hook_on_blocks(
     `execution_device` and `offload` map names of submodules to the device on which each runs, and to whether its
     weights are offloaded. A single value applies to all names of the other mapping, or to `module`.
     """
-    require_module(module, "attach_align_device_hook_on_blocks")
     names: Iterable[str] = (module_name,)
     for argument in (offload, execution_device):
         if isinstance(argument, Mapping):
@@ -504,7 +501,6 @@ def align_module_device(module: nn.Module, execution_device: Place | None = None
     Without a device, offloaded weights come to where the module runs and others stay. What the block writes to
     offloaded weights is lost afterwards.
     """
-    require_module(module, "align_module_device")
     hook = offloading_hook(module)
     if hook is not None:
         usual = hook.execution_device
@@ -548,7 +544,6 @@ def get_state_dict_from_offload(
     Returns:
         `state_dict`.
     """
-    require_module(module, "get_state_dict_from_offload")
     prefix = module_name.rpartition(".")[0]
     device = None
     if has_offloaded_params(module):
@@ -566,7 +561,6 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
 
     Weights on disk are read when they are used, so that the model need not fit in memory.
     """
-    require_module(model, "get_state_dict_offloaded_model")
     state = dict(model.state_dict())
     for name, module in model.named_modules():
         hook = offloading_hook(module)

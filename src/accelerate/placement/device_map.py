@@ -14,7 +14,7 @@ from torch import nn
 from ..core import devices
 from ..core.errors import ConfigurationError
 from ..core.messages import warn
-from ..core.modules import class_names, require_module
+from ..core.modules import class_names
 from ..core.objects import flat_list
 from . import logger
 from .names import DeviceMap, complete_device_map, entry_for, is_within
@@ -72,7 +72,6 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     Raises ValueError with the names of those without one, and TypeError for what is no mapping. Keys that fit no
     submodule are named in a warning.
     """
-    require_module(model, "check_device_map")
     if not isinstance(device_map, Mapping):
         raise TypeError(
             f"device_map is {device_map!r}, not a mapping of names to devices: infer_auto_device_map makes one, and "
@@ -192,7 +191,6 @@ def infer_auto_device_map(
     Example:
         device_map = infer_auto_device_map(model, max_memory={0: "10GiB", "cpu": "30GiB"})
     """
-    require_module(model, "infer_auto_device_map")
     unsplittable = class_names(model, "no_split_module_classes", no_split_module_classes)
     measured = measure(model, dtype, special_dtypes, unsplittable)
     tied = find_tied_parameters(model)
@@ -537,7 +535,6 @@ def get_balanced_memory(
     Returns:
         Device -> bytes. The last accelerator keeps its full limit, as the equal shares may be too small.
     """
-    require_module(model, "get_balanced_memory")
     limits = get_max_memory(max_memory)
     shared = [device for device in limits if device not in ("cpu", "disk") and limits[device] > 0]
     if not shared:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..core.errors import CheckpointError, ConfigurationError, WeightFileError
-from ..core.modules import model_has_dtensor, require_module
+from ..core.modules import model_has_dtensor
 from ..core.objects import names_in_words, size_of
 from . import logger
 from .names import DeviceMap, Place, complete_device_map, device_for, entry_for, join, tensor_at
@@ -113,7 +113,6 @@ def load_checkpoint_in_model(
             difference. Nothing is loaded if there is a `device_map`.
         RuntimeError: without `device_map`, torch's: a tensor has another shape than in the model.
     """
-    require_module(model, "load_checkpoint_in_model")
     tied = find_tied_parameters(model)
     casts = _Casts(as_dtype(dtype), keep_in_fp32_modules)
     if device_map is None:

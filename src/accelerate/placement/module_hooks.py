@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ..core.device_kinds import DEVICES
-from ..core.modules import require_module
 from . import logger
 
 # Ways to move a module, by device type where torch has a method for it.
@@ -91,7 +90,6 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     A hook that is there already is replaced, or, with `append`, runs before the new one. The forward without hooks
     stays at `module._old_forward`, the hook at `module._hf_hook`.
     """
-    require_module(module, "add_hook_to_module")
     present = getattr(module, "_hf_hook", None)
     if append and present is not None:
         remove_hook_from_module(module)
@@ -138,7 +136,6 @@ def _forward_with_hook(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
     """Take the hook of `module` away, with `recurse` those of all its submodules too; returns the module."""
-    require_module(module, "remove_hook_from_module")
     if hasattr(module, "_hf_hook"):
         hook: Any = module._hf_hook
         hook.detach_hook(module)

@@ -16,7 +16,6 @@ from ..config.quantization import BnbQuantizationConfig
 from ..core.availability import is_4bit_bnb_available, is_8bit_bnb_available
 from ..core.errors import ConfigurationError
 from ..core.imports import is_available
-from ..core.modules import require_module
 from . import logger
 from .device_map import check_device_map, plan_device_map
 from .dispatch import dispatch
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
     """Whether some layer of `model` has 4-bit weights of bitsandbytes'."""
-    require_module(model, "has_4bit_bnb_layers")
     # If the package is not loaded, no module is an instance of its classes.
     layers = sys.modules.get("bitsandbytes.nn")
     if layers is None:
@@ -227,7 +225,6 @@ def load_and_quantize_model(
     Raises ImportError without bitsandbytes, RuntimeError for a meta model without `weights_location`,
     ConfigurationError where torchao cannot quantise a weight on its device.
     """
-    require_module(model, "load_and_quantize_model")
     config = bnb_quantization_config
     if not isinstance(config, BnbQuantizationConfig):
         if not is_torchao_config(config):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..core.enums import CustomDtype
-from ..core.modules import direct_tensors, require_module
+from ..core.modules import direct_tensors
 from ..core.objects import flat_list
 from ..torch_internals.buffers import non_persistent
 from .names import is_within, join
@@ -102,7 +102,6 @@ def named_module_tensors(
 
     `remove_non_persistent` leaves out buffers that are not part of the state dict.
     """
-    require_module(module, "named_module_tensors")
     yield from nn.Module.named_parameters(module, recurse=recurse)
     if not include_buffers:
         return
@@ -156,7 +155,6 @@ def get_non_persistent_buffers(
         recurse: include the buffers of its submodules.
         fqns: return dotted names, from `module` on, instead of the buffers' own.
     """
-    require_module(module, "get_non_persistent_buffers")
     owners: Iterable[tuple[str, nn.Module]] = [("", module)]
     if recurse:
         owners = module.named_modules()
@@ -189,7 +187,6 @@ def compute_module_sizes(
         >>> compute_module_sizes(torch.nn.Linear(2, 1))
         {'': 12, 'weight': 8, 'bias': 4}
     """
-    require_module(model, "compute_module_sizes")
     measured = measure(model, dtype, special_dtypes)
     if buffers_only:
         return measured.buffers
@@ -331,7 +328,6 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 
     Modules of the model's own `_no_split_modules` (class names) count as one layer.
     """
-    require_module(model, "calculate_maximum_sizes")
     sizes = compute_module_sizes(model)
     classes = getattr(model, "_no_split_modules", None)
     return sizes[""], get_max_layer_size(members_of("", model), sizes, classes)

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 
 from ..core import devices
 from ..core.errors import ConfigurationError
-from ..core.modules import require_module
 from .names import Place, owner_of
 from .sizes import as_dtype
 from .subclasses import data_address
@@ -177,7 +176,6 @@ def set_module_tensor_to_device(
     The module gets a new parameter: an optimizer that holds the former one does not see it.
     Raises ValueError for an unknown name, a value of another shape, and a missing value.
     """
-    require_module(module, "set_module_tensor_to_device")
     owner, leaf = owner_of(module, tensor_name)
     old = getattr(owner, leaf)
     target = as_device(device)

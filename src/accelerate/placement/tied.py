@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..core.modules import require_module
 from . import logger
 from .names import DeviceMap, device_for, owner_of, tensor_at
 
@@ -22,7 +21,6 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
     Works on the meta device too, as it compares the identity of the parameters. Tie first, move later: parameters
     that were moved one by one are no longer the same. Takes no further arguments: a TypeError names any.
     """
-    require_module(model, "find_tied_parameters")
     if kwargs:
         raise TypeError(f"find_tied_parameters takes a model alone, not {', '.join(kwargs)}")
     names: dict[int, list[str]] = defaultdict(list)
@@ -33,7 +31,6 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
     """Make each group of names in `tied_params` one parameter again: the first of it that holds data."""
-    require_module(model, "retie_parameters")
     for group in tied_params:
         tensors = [tensor_at(model, name) for name in group]
         with_data_first = sorted(tensors, key=lambda tensor: tensor.is_meta)

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..core.availability import check_cuda_fp8_capability, torchao_required
+from ..core.availability import torchao_required
 from ..core.enums import FP8BackendType
 from ..core.errors import ConfigurationError, PrepareError
-from ..core.modules import require_module
 from ..logging import MultiProcessAdapter, get_logger
 from . import fp8_te
 from .amp import MixedPrecision
@@ -90,11 +89,6 @@ class TorchaoPrecision(Float8Precision):
         super().__init__(device_type, options)
         self.recipe = recipe
         config = recipe.config
-        if device_type == "cuda" and not config.emulate and not check_cuda_fp8_capability():
-            raise ConfigurationError(
-                "mixed_precision='fp8': this CUDA device has no fp8 matrix units (compute capability 8.9). Use bf16, "
-                "or AORecipeKwargs(config=Float8LinearConfig(emulate=True)) to try it out"
-            )
         if not gathers and config.enable_fsdp_float8_all_gather:
             # Nobody gathers: the wrapper around the weights would only be in the way of checkpoints.
             config = dataclasses.replace(config, enable_fsdp_float8_all_gather=False)
@@ -195,7 +189,6 @@ MULTIPLE = 16
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
     """The names of the first and the last linear layer of `model`, in the order in which it registers them."""
-    require_module(model, "find_first_last_linear_layers")
     names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     if not names:
         return None, None
@@ -221,7 +214,6 @@ def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
 
     Handed as `module_filter_func` it sees each layer's own model, so that the first and the last layer are known.
     """
-    require_module(module, "filter_first_and_last_linear_layers")
     layer = module if isinstance(module, nn.Linear) else module.get_submodule(fqn)
     return filter_linear_layers(layer, fqn, find_first_last_linear_layers(module))
 
@@ -229,7 +221,6 @@ def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
 @torchao_required
 def has_ao_layers(model: nn.Module) -> bool:
     """Whether some layer of `model` is one of torchao's float8 linear layers."""
-    require_module(model, "has_ao_layers")
     from torchao.float8.float8_linear import Float8Linear
 
     return any(isinstance(layer, Float8Linear) for layer in model.modules())
@@ -246,7 +237,6 @@ def convert_model_to_fp8_ao(
     `module_filter_func(layer, name)` decides for each layer; the default takes those whose dimensions are multiples
     of 16, without the first and the last. The layers are new objects, their parameters are the same ones.
     """
-    require_module(model, "convert_model_to_fp8_ao")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     if module_filter_func is None or module_filter_func is filter_first_and_last_linear_layers:

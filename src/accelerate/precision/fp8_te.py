@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 
 from ..config.precision import TERecipeKwargs
-from ..core.availability import is_transformer_engine_mxfp8_available
 from ..core.errors import ConfigurationError
 from ..core.imports import required
 
@@ -174,38 +172,20 @@ def make_recipe(handler: TERecipeKwargs) -> Any:
     """
     from transformer_engine.common import recipe
 
-    if handler.fp8_format == "E5M2":
-        raise ConfigurationError(
-            "fp8_format='E5M2': Transformer Engine trains in E4M3 or HYBRID (E5M2 backward) only"
-        )
     both = {"margin": handler.margin, "fp8_format": getattr(recipe.Format, str(handler.fp8_format))}
     if not handler.use_mxfp8_block_scaling:
-        return recipe.DelayedScaling(
-            **both,
-            amax_history_len=handler.amax_history_len,
-            amax_compute_algo=handler.amax_compute_algo,
-            **_override(handler, recipe.DelayedScaling),
-        )
-    if not is_transformer_engine_mxfp8_available():
-        raise ConfigurationError(
-            "use_mxfp8_block_scaling needs Transformer Engine 2.1 or later; upgrade the package"
-        )
+        both |= {
+            "amax_history_len": handler.amax_history_len,
+            "amax_compute_algo": handler.amax_compute_algo,
+        }
+        # Version 2 of the engine has no such argument.
+        requested = tuple(handler.override_linear_precision or ())
+        if any(requested):
+            both["override_linear_precision"] = requested
+        return recipe.DelayedScaling(**both)
     meaningless = sorted({"amax_history_len", "amax_compute_algo"} & handler.to_kwargs().keys())
     if meaningless:
         raise ConfigurationError(
             f"MXFP8 block scaling keeps no history of maxima: leave out {', '.join(meaningless)} of the fp8 recipe"
         )
     return recipe.MXFP8BlockScaling(**both)
-
-
-def _override(handler: TERecipeKwargs, kind: Any) -> dict[str, Any]:
-    """Which of a linear layer's three products stay in high precision, for engines that can leave some."""
-    requested = tuple(handler.override_linear_precision or ())
-    if not any(requested):
-        return {}
-    if "override_linear_precision" not in inspect.signature(kind).parameters:
-        raise ConfigurationError(
-            f"override_linear_precision={requested}: the installed Transformer Engine has no such option (version 2 "
-            "removed it). Leave it out, or install an earlier one"
-        )
-    return {"override_linear_precision": requested}

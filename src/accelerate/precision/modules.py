@@ -23,11 +23,6 @@ PrecisionPolicy = Mapping[str, torch.dtype]
 
 def check_policy(policy: Any, mixed_precision: str) -> PrecisionPolicy:
     """A policy with dtypes for names of them. Raises ConfigurationError for what a run of that precision cannot do."""
-    if not isinstance(policy, Mapping) or not all(isinstance(pattern, str) for pattern in policy):
-        raise ConfigurationError(
-            f'precision_policy={policy!r}: give a dict of patterns of module names and dtypes, as {{"*norm*": '
-            "torch.float32}"
-        )
     if policy and mixed_precision not in ("bf16", "fp16"):
         raise ConfigurationError(
             f"precision_policy needs mixed_precision='bf16' or 'fp16', and it is {mixed_precision!r}"

@@ -37,7 +37,7 @@ class AveragedWeights:
 
     Raises:
         ConfigurationError: `decay` is not at least 0 and less than 1.
-        PrepareError: the weights have 16 bits, or none of them trains.
+        PrepareError: the weights have 16 bits.
     """
 
     def __init__(
@@ -72,15 +72,12 @@ class AveragedWeights:
                 p for p in prepared.module.parameters() if p.requires_grad and not p.is_meta
             ]
             self._averages = self._copies()
-        model = class_name(prepared.inner)
-        if not self._names:
-            raise PrepareError(f"track_average: no parameter of {model} requires a gradient")
         for average in self._averages:
             if average.dtype in (torch.bfloat16, torch.float16):
                 raise PrepareError(
-                    f"track_average: weights of {model} are {average.dtype}, in which an average does not move by "
-                    "small steps. Train fp32 weights (mixed_precision='bf16' computes in bf16), or with "
-                    "MasterWeightsKwargs"
+                    f"track_average: weights of {class_name(prepared.inner)} are {average.dtype}, in which an average "
+                    "does not move by small steps. Train fp32 weights (mixed_precision='bf16' computes in bf16), or "
+                    "with MasterWeightsKwargs"
                 )
 
     @property

@@ -104,8 +104,6 @@ def run_folder(
         if project_folder:
             return user_path(project_folder, "project_dir")
         return _folder_of_start()
-    if not isinstance(telemetry, (str, os.PathLike)) or not os.fspath(telemetry):
-        raise ConfigurationError(f"telemetry={telemetry!r}: give True, False or a folder")
     return user_path(telemetry, "telemetry")
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from ..core.modules import require_module
 from . import Internal
 
 COMPILED = Internal(
@@ -39,7 +38,6 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 def has_compiled_regions(module: nn.Module) -> bool:
     """Whether submodules of `module` are compiled, as wrapped modules or in place."""
-    require_module(module, "has_compiled_regions")
     if is_compiled_module(module):
         original = uncompiled(module)
     else:

@@ -35,25 +35,14 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
         tracker_class: a subclass of `GeneralTracker` with a `name`.
 
     Raises:
-        ConfigurationError: it is not such a class, has no `requires_logging_directory`, or its name is empty or "all".
+        ConfigurationError: it is not such a class.
+        AttributeError: it has no `name`.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ConfigurationError(
             f"`tracker_class` must be a subclass of GeneralTracker, not {tracker_class!r}"
         )
-    name = getattr(tracker_class, "name", None)
-    if not isinstance(name, str) or not name:
-        raise ConfigurationError(
-            f"the tracker class {tracker_class.__name__} needs a `name`: a non-empty string"
-        )
-    if not hasattr(tracker_class, "requires_logging_directory"):
-        raise ConfigurationError(
-            f"the tracker class {tracker_class.__name__} needs `requires_logging_directory`: True or False"
-        )
-    if name == LoggerType.ALL.value:
-        raise ConfigurationError(
-            "a tracker cannot be named 'all': that requests every installed tracker"
-        )
+    name = tracker_class.name
     former = LOGGER_TYPE_TO_CLASS.get(name)
     if former is not None:
         warn(

@@ -125,8 +125,8 @@ def test_layouts(tmp_path):
 
 
 @on_ranks(2)
-def test_gradients_that_torch_divides_twice_are_refused(tmp_path):
-    """Each expert on one rank, and a divisor: right in float32, halved in float64 and float16."""
+def test_experts_on_one_rank_each(tmp_path):
+    """Their gradients have a divisor."""
     accelerator = Accelerator(cpu=True)
     kind = transformers.Qwen3MoeForCausalLM
     if accelerator.is_main_process:
@@ -134,10 +134,6 @@ def test_gradients_that_torch_divides_twice_are_refused(tmp_path):
     accelerator.wait_for_everyone()
     layout = transformers.distributed.DistributedConfig(fsdp_size=2, ep_size=2)
     options = {"distributed_config": layout, "experts_implementation": "eager"}
-    with pytest.raises(
-        PrepareError, match=r"float64 gradient of Qwen3MoeExperts twice.*reduce_dtype"
-    ):
-        accelerator.prepare(kind.from_pretrained(tmp_path, dtype=torch.float64, **options))
     model = accelerator.prepare(
         kind.from_pretrained(tmp_path, dtype=torch.float32, **options).train()
     )

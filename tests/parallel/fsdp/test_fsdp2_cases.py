@@ -322,8 +322,9 @@ def test_parameters_of_several_dtypes_in_a_unit():
     nested = Mixed()
     nested.norm = nn.Sequential(nn.LayerNorm(WIDTH))
     nested.norm.scale = nn.Parameter(torch.ones(1, dtype=torch.float32))
-    with pytest.raises(PrepareError, match=r"shards norm \(Sequential\) as one unit"):
-        fresh(Plugin(fsdp_version=2, auto_wrap_policy="NO_WRAP")).prepare(nested)
+    nested = fresh(Plugin(fsdp_version=2, auto_wrap_policy="NO_WRAP")).prepare(nested)
+    with pytest.raises(AssertionError, match="uniform original parameter dtype"):
+        nested(torch.randn(BATCH, WIDTH))
 
 
 @on_ranks(2)

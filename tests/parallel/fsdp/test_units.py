@@ -83,12 +83,10 @@ def test_modules_by_pattern():
     assert (
         find_modules(model, [model["head"]]) == [model["head"]] and find_modules(model, None) == []
     )
-    with pytest.raises(PrepareError, match="foot"):
-        find_modules(model, "foot")
     assert find_modules(model, [{"head"}, (r"body\.0",)]) == [model["head"], model["body"][0]]
     assert find_modules(model, model["body"]) == [model["body"]]
-    with pytest.raises(PrepareError, match=r"a Linear, which is not a module of"):
-        find_modules(model, [nn.Linear(1, 1)])
+    # Those of another model may be in the list too.
+    assert find_modules(model, [nn.Linear(1, 1), "foot", model["head"]]) == [model["head"]]
 
 
 def test_optimizers_follow_their_parameters_through_replacements():

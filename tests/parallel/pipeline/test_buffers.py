@@ -127,8 +127,7 @@ def test_written_as_by_one_forward(kind, schedule):
     [
         ("mean", "blocks.0 (Block) writes to its buffer 'mean'"),
         ("samples", "blocks.0 (Block) writes to its buffer 'count'"),
-        ("BatchNorm1d", "blocks.0.norm (BatchNorm1d) takes statistics"),
-        ("BatchNorm1d without", "blocks.0.norm (BatchNorm1d) takes statistics"),
+        ("BatchNorm1d", "blocks.0.norm (BatchNorm1d) writes to its buffer 'running_mean'"),
     ],
 )
 def test_statistics_of_samples_are_named(kind, named):

@@ -143,11 +143,6 @@ REFUSED = {
         "schedule='zero_bubble' "
         + ("needs" if is_torch_version("<", "2.13") else "computes the gradients of inputs"),
     ),
-    "random numbers": (
-        lambda: Skipping(dropout=0.1),
-        SEEN,
-        "a random operation (dropout) to the output of embed",
-    ),
 }
 
 

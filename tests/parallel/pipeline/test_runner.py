@@ -291,10 +291,7 @@ def refusals():
         schedule="interleaved", stages_per_rank=2, num_microbatches=4, loss_reduction="mean"
     )
     inputs = Options(balance="time", example_inputs={"y": x})
-    one, mask = (
-        Options(schedule="1f1b", num_microbatches=1, loss_reduction="mean"),
-        Options(whole_inputs=["mask"]),
-    )
+    mask = Options(whole_inputs=["mask"])
     foreign = torch.optim.SGD([nn.Parameter(torch.ones(1))])
 
     inside = Options(schedule="1f1b", num_microbatches=4, loss_reduction="mean")
@@ -311,7 +308,6 @@ def refusals():
         "stages": (lambda: own(layers=1), four, "1 blocks"),
         "samples": (Chain, Options(num_microbatches=9), "num_microbatches=9", forward),
         "division": (own, early, "num_microbatches=3", lambda model: model(TOKENS, labels=LABELS)),
-        "microbatches": (own, one, "num_microbatches=1"),
         "skip": (lambda: Chain(skip=True).eval(), four, skipped, forward),
         "order": (lambda: Chain(norm_first=True).eval(), four, "example_inputs", forward),
         "no reduction": (own, Options(schedule="1f1b", num_microbatches=4), 'loss_reduction="mean"'),

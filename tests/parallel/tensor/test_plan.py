@@ -78,7 +78,7 @@ def test_norms_of_heads_are_told_from_norms_over_all_heads():
             "'moe_tp_experts' at layers.*.mlp: layers of experts are not split",
         ),
         ({"norm": "colwise"}, "norm, a RMSNorm"),
-        ({"norm.weight": "colwise"}, "parameter norm.weight by itself"),
+        ({"norm.weight": "colwise"}, "does not have: norm.weight"),
         ({"layers.0.mlp.up_proj": ColwiseParallel()}, "tp_size=5 does not divide out_features=24"),
         ({"layers.*.attention.?_proj": "colwise"}, "?_proj"),
     ],

@@ -14,20 +14,10 @@ from ...core.errors import PrepareError
 from ...core.imports import is_torch_version
 from ...core.modules import class_name
 from ...torch_internals import dtensor
-from ...torch_internals.fsdp2 import group_parameters, shard_groups, sharded_parameter
-from .sharing import Ranks, declared, parameters_of, ranks_of
+from .sharing import Ranks, parameters_of, ranks_of
 
 
-def _pipeline_stages(models: Sequence[nn.Module]) -> None:
-    for model in models:
-        if (declared(model, "pp_size") or 1) > 1:
-            raise PrepareError(
-                f"{class_name(model)} was loaded with DistributedConfig(pp_size=...): each rank has some of its "
-                "layers. Load it without, and give the Accelerator ParallelismConfig(pp_size=...)"
-            )
-
-
-def _other_parameters(models: Sequence[nn.Module]) -> None:
+def _no_values(models: Sequence[nn.Module]) -> None:
     for model in models:
         for name, parameter in model.named_parameters():
             if parameter.is_meta:
@@ -35,40 +25,6 @@ def _other_parameters(models: Sequence[nn.Module]) -> None:
                     f"{name} of {class_name(model)} is on the meta device, and the model is sharded already: call "
                     "model.to_empty(device=...) and initialize it, or load its weights, before prepare"
                 )
-            if not isinstance(parameter, DTensor):
-                continue
-            if any(placement.is_partial() for placement in parameter.placements):
-                raise PrepareError(
-                    f"{name} of {class_name(model)} is a DTensor with the placements {parameter.placements}: a "
-                    "parameter that is a pending sum is not trained. Redistribute it to Replicate() or Shard(...)"
-                )
-
-
-def _divided_twice(models: Sequence[nn.Module]) -> None:
-    """Refuse units whose gradient torch (up to 2.13) divides twice.
-
-    With a divisor and a group of one rank, it divides float16 and float64 before the reduction, and again instead.
-    """
-    for model in models:
-        for module, group, _ in shard_groups(model):
-            policy = group.mp_policy
-            dtype = (
-                policy.reduce_dtype
-                or policy.param_dtype
-                or sharded_parameter(group_parameters(group)[0]).dtype
-            )
-            is_alone = getattr(group.mesh_info, "shard_mesh_size", 1) == 1
-            if (
-                group.gradient_divide_factor is None
-                or not is_alone
-                or dtype in (torch.float32, torch.bfloat16)
-            ):
-                continue
-            raise PrepareError(
-                f"FSDP2 of torch {torch.__version__} divides the {dtype} gradient of {class_name(module)} twice: "
-                "its unit is sharded over one rank and has a gradient divisor (experts do). Reduce gradients in "
-                "float32 or bfloat16 (MixedPrecisionPolicy.reduce_dtype), or make fsdp_size larger than ep_size"
-            )
 
 
 def _unknown_dimensions(models: Sequence[nn.Module]) -> None:
@@ -100,9 +56,7 @@ def _unknown_dimensions(models: Sequence[nn.Module]) -> None:
 
 
 REQUIREMENTS: tuple[Callable[[Sequence[nn.Module]], None], ...] = (
-    _pipeline_stages,
-    _other_parameters,
-    _divided_twice,
+    _no_values,
     _unknown_dimensions,
 )
 

@@ -128,17 +128,8 @@ class Adopted(ShardedStrategy):
         return prepared
 
     def _casts_already(self, model: nn.Module) -> bool:
-        """Whether a policy of the model's FSDP2 units casts as autocast would."""
-        dtypes = computes_in(model)
-        requested = getattr(self.precision, "dtype", None)
-        if not dtypes or requested is None:
-            return False
-        if dtypes != {requested}:
-            raise PrepareError(
-                f"mixed_precision={self.precision.name!r}, and the units of {class_name(model)} have a "
-                f"MixedPrecisionPolicy with param_dtype={', '.join(sorted(map(str, dtypes)))}: give both one dtype"
-            )
-        return True
+        """Whether a policy of the model's FSDP2 units casts, so that autocast has nothing to do."""
+        return bool(computes_in(model)) and hasattr(self.precision, "dtype")
 
     def as_prepared(self, module: nn.Module) -> AdoptedModel:
         """A prepared model that saves shards where FSDP2 shards it."""

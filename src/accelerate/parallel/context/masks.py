@@ -62,10 +62,6 @@ class MaskReader:
         """The mask in four dimensions, and whether it has this rank's columns only."""
         batch, heads, rows = query.shape[:3]
         length = rows * self.layout.ranks
-        if mask.dtype != torch.bool and not mask.is_floating_point():
-            raise self._refuse(
-                mask, f"its dtype is {mask.dtype}, not bool and not a floating point type"
-            )
         shaped = mask
         if flat and mask.dim() == 3:
             shaped = mask.unsqueeze(1)

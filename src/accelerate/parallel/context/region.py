@@ -222,7 +222,7 @@ class ContextParallel:
             raise ConfigurationError(
                 "maybe_context_parallel is open already: its blocks are not nested"
             )
-        length = common_length(self.layout, buffers, dimensions, no_restore)
+        length = common_length(self.layout, buffers, dimensions)
         self._check_length(length, "buffer 0 of maybe_context_parallel")
         with contextlib.ExitStack() as stack:
             full_tensors = stack.enter_context(
@@ -409,10 +409,6 @@ class ContextParallel:
             )
         _check_shapes(query, key, value, region)
         query, key, value = _broadcast(query, key, value)
-        if attn_mask is not None and is_causal:
-            raise ConfigurationError(
-                "scaled_dot_product_attention has an attn_mask and is_causal=True: give one"
-            )
         flat = query.dim() == 3
         call = AttentionCall(attn_mask, dropout_p, is_causal, scale, region.keep, flat)
         kind = query.device.type

@@ -78,18 +78,12 @@ def common_length(
     layout: SequenceLayout,
     buffers: Sequence[torch.Tensor],
     dimensions: Sequence[int],
-    no_restore: set[torch.Tensor],
 ) -> int:
     """The length of the sequence that buffers have along their `dimensions`.
 
     Raises:
         ConfigurationError: naming the index of a buffer, for buffers that cannot be split together.
     """
-    if len(buffers) != len(dimensions):
-        raise ConfigurationError(
-            f"maybe_context_parallel has {len(buffers)} buffers and {len(dimensions)} buffer_seq_dims: give one "
-            "dimension for each buffer"
-        )
     if not buffers:
         raise ConfigurationError(
             f"maybe_context_parallel has no buffers, and {layout}: nothing would be split. Give "
@@ -97,10 +91,6 @@ def common_length(
         )
     lengths = []
     for number, (buffer, dimension) in enumerate(zip(buffers, dimensions, strict=True)):
-        if not isinstance(buffer, torch.Tensor):
-            raise ConfigurationError(
-                f"buffer {number} of maybe_context_parallel is a {type(buffer).__name__}"
-            )
         if buffer.requires_grad:
             raise ConfigurationError(
                 f"buffer {number} of maybe_context_parallel takes part in autograd (parameter or activation): it "
@@ -117,10 +107,6 @@ def common_length(
                 f"buffers of maybe_context_parallel belong to one sequence: buffer 0 has {lengths[0]} rows along "
                 f"dimension {dimensions[0]}, buffer {number} has {length} along dimension {dimensions[number]}"
             )
-    if any(all(buffer is not own for own in buffers) for buffer in no_restore):
-        raise ConfigurationError(
-            "no_restore_buffers of maybe_context_parallel must be some of its buffers"
-        )
     return lengths[0]
 
 

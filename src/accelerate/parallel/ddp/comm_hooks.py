@@ -11,7 +11,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ...core.enums import DDPCommunicationHookType as Hook
-from ...core.errors import ConfigurationError
 
 # torch refuses its own bf16 hook by name on any backend but NCCL; gloo reduces bfloat16 as well.
 _COMPRESSED = {Hook.FP16: torch.float16, Hook.BF16: torch.bfloat16}
@@ -31,13 +30,7 @@ def register(
     if hook in _COMPRESSED:
         function = _cast_hook(_COMPRESSED[hook])
     else:
-        try:
-            state = powerSGD_hook.PowerSGDState(process_group=model.process_group, **state_options)
-        except TypeError as error:
-            raise ConfigurationError(
-                f"DistributedDataParallelKwargs.comm_state_option={state_options!r} does not fit PowerSGDState: "
-                f"{error}"
-            ) from error
+        state = powerSGD_hook.PowerSGDState(process_group=model.process_group, **state_options)
         if hook is Hook.POWER_SGD:
             function = powerSGD_hook.powerSGD_hook
         else:

@@ -3,40 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-import torch.distributed as dist
 from torch import nn
 
 from ...core.errors import PrepareError
-from ...runtime.channel import backends_of
-
-
-def check_device(model: nn.Module) -> None:
-    """Raise PrepareError for a model on a device whose tensors the processes cannot send."""
-    assert dist.group.WORLD is not None
-    kinds = backends_of(dist.group.WORLD)
-    elsewhere = next(
-        (p.device for p in model.parameters() if p.device.type not in {*kinds, "meta"}), None
-    )
-    if elsewhere is not None:
-        raise PrepareError(
-            f"{type(model).__name__} is on {elsewhere}, and the processes of this run communicate on "
-            f"{', '.join(sorted(kinds))} devices: move it to accelerator.device before prepare, or leave out "
-            "device_placement=False. With cpu=True the run is on the CPU."
-        )
-
-
-def check_renormalized(model: nn.Module) -> None:
-    """Raise PrepareError for an embedding whose forward changes the rows that this process reads."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            raise PrepareError(
-                f"{name or 'the model'} ({type(module).__name__}) has max_norm={module.max_norm}: its forward changes "
-                "the rows that a process reads, so that the processes would train different models. Leave max_norm "
-                "out, and limit the norms after each step"
-            )
 
 
 def check_frozen(model: nn.Module) -> None:
@@ -64,19 +35,6 @@ def late_sync() -> PrepareError:
         "trigger_sync_in_backward inside of no_sync works with DDP. FSDP decides in the backward: call "
         "accelerator.backward outside of the no_sync block"
     )
-
-
-def check_joined(models: Iterable[object]) -> list[Any]:
-    """The models of a `join_uneven_inputs`. Raises PrepareError for what torch cannot join."""
-    from torch.distributed.algorithms.join import Joinable
-
-    joined = list(models)
-    for model in joined:
-        if not isinstance(model, Joinable):
-            raise PrepareError(
-                f"join_uneven_inputs takes prepared models, and this {type(model).__name__} is not one"
-            )
-    return joined
 
 
 def check_turn(

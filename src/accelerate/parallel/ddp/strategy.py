@@ -64,9 +64,6 @@ class DataParallel(Strategy):
 
     def replicate(self, model: torch.nn.Module) -> DistributedDataParallel:
         """The model inside of DDP, with the communication hook and equal master weights."""
-        requirements.check_device(model)
-        if dist.get_world_size() > 1:
-            requirements.check_renormalized(model)
         arguments = self.arguments(model)
         if any(is_quantized_tensor(parameter) for parameter in model.parameters()):
             # Imports DTensor.
@@ -152,7 +149,7 @@ class DataParallel(Strategy):
         """The `Join` of torch around the models, with `even_batches` set on the loaders for its time."""
         from torch.distributed.algorithms.join import Join
 
-        joined = requirements.check_joined(replica_of(item) or item for item in joinables)
+        joined: list[Any] = [replica_of(item) or item for item in joinables]
         with contextlib.ExitStack() as stack:
             if even_batches is not None:
                 for sampler in _map_style_samplers(loaders):

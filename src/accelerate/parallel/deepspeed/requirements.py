@@ -14,7 +14,7 @@ from torch import nn
 from ...config.deepspeed import DeepSpeedPlugin
 from ...core.errors import ConfigurationError, PrepareError
 from ...state import GradientState
-from ..optimizer_step import refuse_flat_shards
+from ..optimizer_step import check_flat_shards
 from ..placeholders import DummyOptim, DummyScheduler
 from .engine import DeepSpeedOptimizerWrapper, is_engine
 
@@ -153,7 +153,7 @@ def _no_optimizer(request: EngineRequest) -> None:
 def _entire_tensors(request: EngineRequest) -> None:
     flattens = request.stage > 0 or request.plugin.get_value("bf16.enabled", False)
     if flattens and isinstance(request.optimizer, torch.optim.Optimizer):
-        refuse_flat_shards(
+        check_flat_shards(
             request.optimizer,
             f"DeepSpeed (ZeRO stage {request.stage})",
             "give an fsdp_plugin with fsdp_version=2 instead of the deepspeed_plugin",

@@ -34,14 +34,14 @@ from ...torch_internals.fsdp1 import reshard
 from .. import gradients, materialize
 from ..activation import checkpoint_activations
 from ..base import Bundle, Strategy, one_shard_each
-from ..optimizer_step import refuse_flat_shards
+from ..optimizer_step import check_flat_shards
 from ..prepared import GroupShapes, PreparedModel
 from ..sharded_optimizer import check_trained
 from ..unwrap import require_state_dict
 from . import fsdp1_state, requirements
 from . import state as fsdp_state
 from .fsdp1_state import PlainModel
-from .units import fill_policy, find_modules, keep_unpacked, owning_units, select_units, upcast
+from .units import fill_policy, find_modules, keep_unpacked, select_units, upcast
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -178,7 +178,7 @@ class FullyShardedDataParallel1(Strategy):
         plugin: FullyShardedDataParallelPlugin,
         parallelism: ParallelismConfig | None = None,
     ) -> None:
-        fill_policy(plugin, 1, precision)
+        fill_policy(plugin, precision)
         self.plugin = plugin
         if plugin.cpu_offload.offload_params and device.type == "cpu":  # type: ignore[union-attr]
             raise ConfigurationError(
@@ -204,7 +204,7 @@ class FullyShardedDataParallel1(Strategy):
         if self.sharding is not ShardingStrategy.NO_SHARD or not self.plugin.use_orig_params:
             for optimizer in bundle.optimizers:
                 # Its parameters still have their shapes.
-                refuse_flat_shards(optimizer, "FSDP1", "set fsdp_version=2 (FSDP_VERSION=2)")
+                check_flat_shards(optimizer, "FSDP1", "set fsdp_version=2 (FSDP_VERSION=2)")
         prepared_models: list[PreparedModel] = []
         for model in bundle.models:
             prepared = self.prepare_model(model)
@@ -380,21 +380,11 @@ def _shard(
 def _policy(
     model: nn.Module, plugin: FullyShardedDataParallelPlugin, ignored: list[nn.Module]
 ) -> CustomPolicy:
-    """The plugin's policy, without the units that would flatten only one end of a tied parameter.
-
-    Raises PrepareError for parameters that FSDP1 cannot flatten together.
-    """
+    """The plugin's policy, without the units that would flatten only one end of a tied parameter."""
     options = copy.copy(plugin)
     options.set_auto_wrap_policy(model)
     skipped = set(chain.from_iterable(module.parameters() for module in ignored))
     # In evaluation this layer gives the weights of the modules inside to a kernel, without calling them.
     undivided = (nn.TransformerEncoderLayer,)
     units = select_units(model, options.auto_wrap_policy, skipped, undivided)  # type: ignore[arg-type]
-    members: dict[int, list[tuple[str, nn.Parameter]]] = {}
-    owners = owning_units(model, units)
-    for name, parameter in model.named_parameters():
-        if parameter not in skipped:
-            [unit] = owners[id(parameter)]
-            members.setdefault(unit, []).append((name, parameter))
-    requirements.check_flat(members.values(), bool(plugin.use_orig_params))
     return CustomPolicy(set(units).__contains__)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -61,24 +61,6 @@ def _quantized(sharding: Sharding) -> Iterator[str]:
             )
 
 
-def _scripted(sharding: Sharding) -> Iterator[str]:
-    for what, module in sharding.modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            yield (
-                f"{what} is compiled by torch.jit, and {sharding.layout} does not shard it. Give the module from "
-                "which it was made (torch.compile works), or put it into ignored_modules"
-            )
-
-
-def _renormalized(sharding: Sharding) -> Iterator[str]:
-    for what, module in sharding.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
-            yield (
-                f"{what} has max_norm={module.max_norm}: its forward changes the rows that it reads, and "
-                f"{sharding.layout} would lose the change. Leave max_norm out, and limit the norms after each step"
-            )
-
-
 def _sparse(sharding: Sharding) -> Iterator[str]:
     for what, module in sharding.modules():
         if (
@@ -128,7 +110,7 @@ def _whole_numbers(sharding: Sharding) -> Iterator[str]:
 
 
 REQUIREMENTS: tuple[Callable[[Sharding], Iterator[str]], ...] = (
-    _quantized, _scripted, _renormalized, _sparse, _shared, _compiled, _whole_numbers
+    _quantized, _sparse, _shared, _compiled, _whole_numbers
 )  # fmt: skip
 
 
@@ -161,53 +143,6 @@ def check(
     for requirement in REQUIREMENTS:
         for message in requirement(sharding):
             raise PrepareError(message)
-
-
-# (name, parameter) of all that FSDP1 flattens into one parameter.
-Members = Sequence[tuple[str, nn.Parameter]]
-
-
-def _scalar(members: Members) -> Iterator[str]:
-    for name, parameter in members:
-        if parameter.ndim == 0:
-            yield (
-                f"{name} is a scalar (a parameter without dimensions), which FSDP1 does not shard. Give it one "
-                "dimension of one element (torch.tensor([value])), put its module into ignored_modules, or set "
-                "fsdp_version=2"
-            )
-
-
-def _several_dtypes(members: Members) -> Iterator[str]:
-    first, usual = members[0][0], members[0][1].dtype
-    for name, parameter in members:
-        if parameter.dtype != usual:
-            yield (
-                f"{first} has the dtype {usual} and {name}, in the same unit, {parameter.dtype}: FSDP1 flattens them "
-                "into one parameter. Give them one dtype, make their modules units by another auto_wrap_policy, or "
-                "set fsdp_version=2"
-            )
-
-
-def _frozen(members: Members) -> Iterator[str]:
-    frozen = [name for name, parameter in members if not parameter.requires_grad]
-    trained = [name for name, parameter in members if parameter.requires_grad]
-    if frozen and trained:
-        yield (
-            f"frozen and trained parameters in the same unit ({', '.join(frozen[:5])}; {trained[0]}): "
-            "use_orig_params=False makes one parameter of a unit. Set use_orig_params=True "
-            "(FSDP_USE_ORIG_PARAMS=true), or fsdp_version=2"
-        )
-
-
-FLATTENED: tuple[Callable[[Members], Iterator[str]], ...] = (_scalar, _several_dtypes)
-
-
-def check_flat(units: Iterable[Members], keeps_originals: bool) -> None:
-    """Raise PrepareError for units that FSDP1 cannot flatten; `keeps_originals`: with use_orig_params."""
-    for members in units:
-        for requirement in FLATTENED if keeps_originals else (*FLATTENED, _frozen):
-            for message in requirement(members):
-                raise PrepareError(message)
 
 
 def refuse_writes(model: nn.Module) -> None:

@@ -90,7 +90,7 @@ class FullyShardedDataParallel(ShardedStrategy):
         plugin: FullyShardedDataParallelPlugin,
         parallelism: ParallelismConfig | None = None,
     ) -> None:
-        fill_policy(plugin, 2, precision)
+        fill_policy(plugin, precision)
         super().__init__(device, precision, parallelism)
         sent = backends_of(transport.group_of(None))
         if plugin.offloads_shards and device.type not in ("cpu", "meta") and "cpu" not in sent:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...config.fsdp import FullyShardedDataParallelPlugin
-from ...core.errors import ConfigurationError, PrepareError
+from ...core.errors import PrepareError
 from ...core.modules import direct_parameters, move_module, replace_data
 from ...core.objects import flat_list
 from ...precision.base import Precision
@@ -27,13 +27,8 @@ from ..unwrap import named_parameters
 Policy = Callable[..., bool]
 
 
-def fill_policy(plugin: FullyShardedDataParallelPlugin, version: int, precision: Precision) -> None:
-    """Set the run's mixed-precision policy on a plugin without one.
-
-    Raises ConfigurationError for a plugin of the other version.
-    """
-    if plugin.fsdp_version != version:
-        raise ConfigurationError(f"fsdp_version={plugin.fsdp_version} is not FSDP{version}")
+def fill_policy(plugin: FullyShardedDataParallelPlugin, precision: Precision) -> None:
+    """Set the run's mixed-precision policy on a plugin without one."""
     if precision.native_amp and plugin.mixed_precision_policy is None:
         plugin.set_mixed_precision(precision.name)
         plugin.policy_is_filled = True
@@ -232,10 +227,8 @@ def units_of_rare_dtypes(
 ) -> list[nn.Module]:
     """Modules that have to be units too, since they train parameters of another dtype than most in their unit.
 
-    FSDP2 reduces the gradients of a unit in one dtype.
-
-    Raises:
-        PrepareError: such a module has parameters of several dtypes itself, or has modules inside.
+    FSDP2 reduces the gradients of a unit in one dtype. A module that has parameters of several dtypes itself, or has
+    modules inside, cannot be one: torch raises an error in the forward.
     """
     owners = owning_units(model, units)
     sizes: dict[int, Counter[torch.dtype]] = {}
@@ -248,7 +241,7 @@ def units_of_rare_dtypes(
     if all(len(dtypes) == 1 for dtypes in sizes.values()):
         return []
     rare = []
-    for name, module in model.named_modules():
+    for module in model.modules():
         dtypes = set()
         usual = set()
         for parameter in direct_parameters(module).values():
@@ -258,14 +251,8 @@ def units_of_rare_dtypes(
                 usual.add(most)
         if dtypes <= usual:
             continue
-        trained = dtypes | usual
-        if len(dtypes) > 1 or module is model or any(True for _ in module.children()):
-            raise PrepareError(
-                f"FSDP2 shards {name or 'the model'} ({type(module).__name__}) as one unit, which trains parameters "
-                f"of several dtypes ({', '.join(sorted(map(str, trained)))}). Give them one dtype, use "
-                "mixed_precision, or put the module into ignored_modules"
-            )
-        rare.append(module)
+        if len(dtypes) == 1 and module is not model and not any(True for _ in module.children()):
+            rare.append(module)
     chosen = set(_keep_ties_together(model, [*rare, *units], set(map(id, ignored))))
     return [module for module in rare if module in chosen]
 
@@ -288,26 +275,14 @@ def owning_units(model: nn.Module, units: list[nn.Module]) -> dict[int, set[int]
 
 
 def find_modules(model: nn.Module, modules: Iterable[nn.Module] | str | None) -> list[nn.Module]:
-    """Modules given directly, or by a regular expression that matches their full names.
-
-    Raises PrepareError where the expression matches none, or a given module is not in the model.
-    """
+    """Those modules of the model that are given, or that a regular expression matches by their full names."""
     selected: list[nn.Module] = []
     if not modules:
         return selected
     for item in flat_list(modules):
-        modules_by_name = dict(model.named_modules())
-        if isinstance(item, str):
-            what = repr(item)
-            matches = [m for name, m in modules_by_name.items() if re.fullmatch(item, name)]
-        else:
-            what = f"a {type(item).__name__}"
-            matches = [module for module in modules_by_name.values() if module is item]
-        if not matches:
-            raise PrepareError(
-                f"ignored_modules has {what}, which is not a module of {type(model).__name__}"
-            )
-        selected += matches
+        for name, module in model.named_modules():
+            if module is item or (isinstance(item, str) and re.fullmatch(item, name)):
+                selected.append(module)
     return selected
 
 

@@ -33,13 +33,11 @@ class Observation:
     Fields:
         calls: every call of a unit, in order.
         last_use: unit -> how many calls had ended when its output was last used.
-        random: units whose output a random operation outside of units uses.
         reads: parameters that are used outside of the unit that has them.
     """
 
     calls: list[str] = field(default_factory=list)
     last_use: dict[str, int] = field(default_factory=dict)
-    random: set[str] = field(default_factory=set)
     reads: set[str] = field(default_factory=set)
 
     def order(self, units: Sequence[str]) -> list[str]:
@@ -162,9 +160,6 @@ class _Recorder(TorchFunctionMode):
         if self.inside is None:
             for tensor in trees.leaves(output):
                 self.origins.record(tensor, origins | self.origins.of(tensor))
-            options = kwargs or {}
-            if "dropout" in func.__name__ and options.get("training", True) and options.get("p", 1):
-                self.seen.random |= origins
         return output
 
     def use(self, value: object) -> frozenset[str]:

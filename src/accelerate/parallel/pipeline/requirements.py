@@ -40,10 +40,6 @@ def check(model: nn.Module, options: PipelineParallelConfig) -> None:
         raise PrepareError(
             f"whole_inputs names {', '.join(unknown)}, which the model's forward does not take"
         )
-    if options.loss_fn is not None and "labels" in inputs:
-        raise PrepareError(
-            "loss_fn is given, and the model's forward takes labels itself: give one of the two"
-        )
     config = getattr(model, "config", None)
     for flag in COLLECTING:
         if getattr(config, flag, False):

@@ -416,7 +416,6 @@ class Runner:
             stop,
             unit_outputs=batch.shapes.unit_outputs.get(size, {}),
             leave=not runs_tail,
-            is_part=len(batch.inputs.sizes) > 1,
             grad=batch.key.grad,
         )
         if number:

@@ -226,7 +226,6 @@ def named_bounds(
     Raises:
         PrepareError: for names that do not fit.
     """
-    check_names(model, points)
     if len(points) != stages - 1:
         raise PrepareError(
             f"{len(points)} split_points make {len(points) + 1} stages; {stages} are requested"
@@ -247,16 +246,6 @@ def named_bounds(
             "leave a stage empty"
         )
     return bounds
-
-
-def check_names(model: nn.Module, points: Sequence[str]) -> None:
-    """Raises PrepareError for a split point that is no module of the model."""
-    modules = dict(model.named_modules())
-    unknown = [name for name in points if name not in modules]
-    if unknown:
-        raise PrepareError(
-            f"split_points name no module of {type(model).__name__}: {', '.join(unknown)}"
-        )
 
 
 def _balanced_bounds(
@@ -458,19 +447,11 @@ def cut_along(
                 "one stage with everything in between: name other `split_points`, or use fewer stages"
             )
         if options.carried is None:
-            used_later = [
+            carried += [
                 name
                 for name in seen.used_across(cut.units, [*cut.bounds[1:-1], cut.tail])
                 if not any(is_inside(name, module) for module in carried)
             ]
-            drawn = [name for name in used_later if name in seen.random]
-            if drawn:
-                raise PrepareError(
-                    f"several stages apply a random operation (dropout) to the output of {', '.join(drawn)} in "
-                    f"{type(model).__name__}, and would draw other numbers: name the module that does both in "
-                    "`carried`"
-                )
-            carried += used_later
     if carried and options.schedule_row.splits_backward:
         raise PrepareError(
             f"schedule={options.schedule!r} computes the gradients of inputs and of weights separately, which torch "

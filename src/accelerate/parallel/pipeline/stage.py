@@ -27,8 +27,6 @@ from .p2p import describe, fill, is_spec
 from .remote_tensor import RemoteTensor, first_remote
 from .split import StageSplit
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
 
 class Stage(nn.Module):
     """The units of one stage as one module, which FSDP2 can shard.
@@ -64,7 +62,6 @@ class Segment:
         unit_outputs: the described outputs of the units before, by unit, call by call.
         recorded: is given those of its own units, if it is not None.
         leave: whether unit stop - 1 ends the forward, whatever follows.
-        is_part: whether it computes one of several micro-batches.
         grad: whether a backward will follow.
         started: whether unit start - 1 was called.
         calls: how often each unit before was called. carried: outputs of carried modules here, call by call.
@@ -76,7 +73,6 @@ class Segment:
     unit_outputs: dict[int, list[object]] = field(default_factory=dict)
     recorded: dict[int, list[object]] | None = None
     leave: bool = False
-    is_part: bool = False
     grad: bool = False
     started: bool = False
     calls: dict[int, int] = field(default_factory=dict)
@@ -214,9 +210,6 @@ class StagedModel:
         self._own_units = dict(zip(self.own_numbers, units, strict=True))
         self.show(None)
         self.buffers: StageBuffers = StageBuffers(self.model)
-        for name, module in self.model.named_modules():
-            if isinstance(module, _BATCH_NORMS):
-                module.register_forward_pre_hook(functools.partial(self._before_batch_norm, name))
         for name, last in self.carried.items():
             hooked = {self.model.get_submodule(name)}
             if name in self.units:
@@ -327,15 +320,6 @@ class StagedModel:
             "was cut for. Give `example_inputs` (PipelineParallelConfig), from which prepare finds the order, or "
             "`split_points`"
         )
-
-    def _before_batch_norm(self, name: str, module: nn.Module, args: object) -> None:
-        has_statistics = module.running_mean is not None and module.running_var is not None
-        takes_statistics = module.training or not has_statistics
-        if takes_statistics and self.segment is not None and self.segment.is_part:
-            raise PrepareError(
-                f"{name} ({type(module).__name__}) takes statistics of a batch, which a pipeline divides: freeze it "
-                "(evaluation mode), use a norm of single samples, or set num_microbatches=1"
-            )
 
     def _after_unit(self, number: int, unit: nn.Module, args: object, output: object) -> None:
         segment = self.segment

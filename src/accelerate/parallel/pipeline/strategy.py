@@ -22,11 +22,10 @@ from .. import gradients, materialize
 from ..accumulated import AccumulatedGradients
 from ..base import Bundle
 from ..compile import Compile
-from ..optimizer_step import Scope, find_scope, refuse_model_scope
+from ..optimizer_step import refuse_model_scope
 from ..prepared import PreparedModel
 from ..sharded import ShardedModel, ShardedStrategy, reshard
 from ..sharded_optimizer import ParameterPlaces, trains_nothing
-from ..step_scope import watch_first_step
 from ..tensor import strategy as tensor
 from ..unwrap import require_state_dict
 from . import requirements
@@ -232,11 +231,6 @@ class PipelineParallel(ShardedStrategy):
         return [model.stages for model in self.prepared if isinstance(model, PipelinedModel)]
 
     # -- the step
-
-    def watch_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """A step that combines parameters would combine those of this rank's stages."""
-        if find_scope(optimizer) is Scope.UNKNOWN:
-            watch_first_step(optimizer, "pp_size", self.channel.from_all)
 
     def clip_grad_norm(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0

@@ -74,10 +74,6 @@ def styles_of(
     elif models_plan:
         # A family of models shares a plan, which may name modules that this one does not have.
         if is_peft_model(model):
-            if options.sequence_parallel:
-                raise PrepareError(
-                    "sequence_parallel=True does not work with adapters of peft: leave it out"
-                )
             adapted = adapted_plan(model, models_plan, name_pattern)
             styles = {name: _style(name, style) for name, style in adapted.items()}
             _share_inputs(styles)
@@ -115,12 +111,6 @@ def match_plan(model: nn.Module, plan: Plan, strict: bool = True) -> Styles:
                 unused.discard(pattern)
                 if name not in found:
                     found[name] = _style(pattern, plan[pattern])
-    for name, _ in model.named_parameters() if strict else ():
-        named = [pattern for pattern in unused if patterns[pattern].fullmatch(name)]
-        if named:
-            raise PrepareError(
-                f"the tensor-parallel plan splits the parameter {name} by itself ({named[0]}): only modules are split"
-            )
     if unused and strict:
         raise PrepareError(
             f"the tensor-parallel plan names modules that {type(model).__name__} does not have: "

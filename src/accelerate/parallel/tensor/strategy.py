@@ -12,11 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ...config.parallel import TorchTensorParallelConfig
-from ...core.errors import ConfigurationError, PrepareError
+from ...core.errors import PrepareError
 from ...core.modules import get_model_tp_size
 from ...parallelism_config import ParallelismConfig
 from ...precision.base import Precision
-from ...runtime import mesh
 from .. import materialize
 from ..gradients import GradientReducer, all_reduce
 from ..report.figures import CommunicationVolume, local_bytes
@@ -36,11 +35,6 @@ class TensorParallel(ShardedStrategy):
         self, device: torch.device, precision: Precision, parallelism: ParallelismConfig
     ) -> None:
         super().__init__(device, precision, parallelism)
-        if self.mesh is None or list(self.mesh.mesh_dim_names or ()) != ["tp"]:
-            raise ConfigurationError(
-                f"{mesh.describe(parallelism)}: tensor parallelism alone uses every rank for tp; dp sizes "
-                "need FSDP2, and for it an fsdp_plugin"
-            )
 
     def prepare_model(self, model: nn.Module, evaluation: bool = False) -> ShardedModel:
         """Everything that is done to one model, in its order."""
