@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model that `prepare` compiles.
+
+Certified in ddp:2 fsdp:2 tp:2 pp:2 cp:2.
+"""
+
+import torch
+from models import Decoder, Documents, loss_of
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator
+from accelerate.utils import TorchDynamoPlugin, set_seed
+
+
+def main() -> None:
+    set_seed(0)
+    accelerator = Accelerator(dynamo_plugin=TorchDynamoPlugin(backend="aot_eager"))
+    model = Decoder().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader = DataLoader(Documents(64), batch_size=4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    main()
