@@ -16,6 +16,7 @@ import yaml
 from ..core import system
 from ..core.errors import ConfigurationError
 from ..core.files import atomic_write, read_regular
+from ..core.objects import counted
 from ..core.version import __version__
 from ..launchers.spec import Program
 from .causes import causes
@@ -89,9 +90,11 @@ class Row:
                     f" (the largest error is {item.ratio:.2g} of its tolerance: {kind} {item.name}, step {item.step})"
                 )
         for kind, item in self.items.items():
-            for name, spread in list(item.vague.items())[:3]:
+            if item.vague and self.verdict != DIFFERENT:
+                name, spread = max(item.vague.items(), key=lambda pair: pair[1])
                 lines.append(
-                    f"  {kind} {name}: not comparable, rounding changes it by {spread:.2g} of its norm"
+                    f"  {kind}: {counted(len(item.vague), 'tensor')} not comparable, such as {name}, which rounding "
+                    f"changes by {spread:.2g} of its norm"
                 )
         first = self.difference
         if first is not None:
