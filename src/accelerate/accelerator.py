@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .certify.reference import join_shards
+from .certify.reference import Changes
 from .certify.settings import read as read_settings
 from .checkpointing.loading import LoadReport
 from .checkpointing.preemption import DEFAULT_SIGNALS
@@ -242,7 +242,15 @@ class Accelerator(RunInterface):
                 precision_policy=precision_policy,
                 kwargs_handlers=kwargs_handlers or [],
             )
-            resolved = resolve(request)
+            self._changes: Changes | None = None
+            recorded = read_settings()
+            if recorded is None:
+                resolved = resolve(request)
+            else:
+                self._changes = Changes(recorded)
+                request = self._changes.begin(request)
+                resolved = resolve(request)
+                self._changes.check(request, resolved.state)
         self.plan: Plan = resolved.plan
         self.state: AcceleratorState = resolved.state
         self.precision: Precision = resolved.precision
@@ -271,12 +279,11 @@ class Accelerator(RunInterface):
         plan_file = env.get("ACCELERATE_PLAN_FILE")
         if plan_file:
             self._loop.add(PlannedRun(plan_file, self.state.device))
-        self._recorded = read_settings()
-        if self._recorded is not None:
+        if recorded is not None:
             # It imports torch's tensors of several devices, which are slow to import.
             from .certify.recording import RecordedRun
 
-            self._loop.add(RecordedRun(self._recorded, self._checkpoints))
+            self._loop.add(RecordedRun(recorded, self._checkpoints))
         self._recorder = start_recorder(telemetry, project, self.strategy.data_shard[1])
         if self._recorder is not None:
             self._loop.add(self._recorder)
@@ -535,6 +542,8 @@ class Accelerator(RunInterface):
         if self.precision.modules and not evaluation:
             check_matches(self.precision.modules, bundle.models)
         for model in bundle.models:
+            if self._changes is not None:
+                self._changes.model(model)
             self.precision.convert(model, functools.partial(_repoint, bundle.optimizers))
         fresh = self.strategy.prepare(bundle)
         if bundle.models and not evaluation:
@@ -675,9 +684,10 @@ class Accelerator(RunInterface):
     @property
     def _data_shards(self) -> int:
         """How many shards the data has: those of the layout, or those that this process reads as one."""
-        if self._recorded is not None and self._recorded.shards:
-            return self._recorded.shards
-        return self.strategy.data_shard[1]
+        shards = self.strategy.data_shard[1]
+        if self._changes is not None:
+            return self._changes.data_shards(shards)
+        return shards
 
     def prepare_data_loader(
         self,
@@ -707,30 +717,30 @@ class Accelerator(RunInterface):
             # Some packages replace the function by one with the API's arguments.
             replaceable["exact"] = True
 
-        def prepare(loader: DataLoader[Any], shard: int) -> DataLoader[Any]:
-            return prepare_data_loader(
-                loader,
-                self.device,
-                num_processes=self._data_shards,
-                process_index=shard,
-                split_batches=config.split_batches,
-                put_on_device=device_placement,
-                rng_types=list(self.rng_types),
-                dispatch_batches=config.dispatch_batches,
-                even_batches=config.even_batches,
-                slice_fn_for_dispatch=slice_fn_for_dispatch,
-                use_seedable_sampler=config.use_seedable_sampler,
-                data_seed=config.data_seed,
-                non_blocking=config.non_blocking,
-                use_stateful_dataloader=config.use_stateful_dataloader,
-                torch_device_mesh=self.torch_device_mesh,
-                **replaceable,
-            )
-
-        if self._recorded is not None and self._recorded.shards > 1:
-            prepared = join_shards(data_loader, self._recorded.shards, prepare)
-        else:
-            prepared = prepare(data_loader, self.strategy.data_shard[0])
+        first_shard, _ = self.strategy.data_shard
+        if self._changes is not None:
+            first_shard *= self._changes.joined(self.strategy.data_shard)
+            data_loader = self._changes.source(data_loader)
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=self._data_shards,
+            process_index=first_shard,
+            split_batches=config.split_batches,
+            put_on_device=device_placement,
+            rng_types=list(self.rng_types),
+            dispatch_batches=config.dispatch_batches,
+            even_batches=config.even_batches,
+            slice_fn_for_dispatch=slice_fn_for_dispatch,
+            use_seedable_sampler=config.use_seedable_sampler,
+            data_seed=config.data_seed,
+            non_blocking=config.non_blocking,
+            use_stateful_dataloader=config.use_stateful_dataloader,
+            torch_device_mesh=self.torch_device_mesh,
+            **replaceable,
+        )
+        if self._changes is not None:
+            prepared = self._changes.loader(prepared, self.strategy.data_shard)
         self._objects.dataloaders.append(prepared)
         self._checkpoints.controller.add_loader(prepared)
         prepared.loop = self._loop

@@ -1,170 +1,195 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process in place of several: its loaders join what all data shards read, and its model draws no dropout."""
+"""What is changed in a recorded run: a reference has no layout of its own and joins the batches of data shards."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
-from ..core.errors import PrepareError
-from ..core.trees import concatenate, map_leaves
+from ..core.errors import ConfigurationError
+from ..core.trees import map_leaves
 from ..data_loader.batch_source import altered
-from ..data_loader.loader import DataLoaderShard, PreparedLoader
-from ..data_loader.order import Order, capture, restore
-from ..data_loader.steps import ReadPlan, ShardStep, StreamPosition
+from ..data_loader.loader import PreparedLoader
+from ..logging import MultiProcessAdapter, get_logger
 from ..parallel.gradients import local
+from ..run.resolve import Request
+from ..state import AcceleratorState
+from .joined import ShardGenerators, join_shards
+from .settings import Settings
 
-_DROPOUTS = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
-# Attributes with the probability of dropout, of modules that call the function.
-_PROBABILITIES = (
-    "dropout",
-    "dropout_p",
-    "p_dropout",
-    "attention_dropout",
-    "attn_dropout",
-    "dropout_prob",
+logger: MultiProcessAdapter = get_logger(__name__)
+
+# Arguments of `Accelerator` that lay a run out.
+_LAYOUT = (
+    "deepspeed_plugin",
+    "fsdp_plugin",
+    "megatron_lm_plugin",
+    "torch_tp_plugin",
+    "parallelism_config",
+    "strategy",
 )
 
 
-class JoinedLoader(DataLoaderShard):
-    """The loader of the first data shard, which joins the steps of all of them in order.
+class NoDropout(TorchFunctionMode):
+    """A mode in which functions of dropout return their input."""
 
-    Each shard reads with random generators of its own, as the processes of a run do.
-    """
-
-    others: list[PreparedLoader]
-
-    @property
-    def batch_weight(self) -> float:
-        """That of all samples of a step."""
-        return 1.0
-
-    @batch_weight.setter
-    def batch_weight(self, weight: float) -> None:
-        pass
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass."""
-        super().set_epoch(epoch)
-        for other in self.others:
-            other.set_epoch(epoch)
-
-    def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
-        shards = [super()._open(plan, order, start)]
-        for other in self.others:
-            other.set_epoch(self.iteration)
-            shards.append(other._open(other.plan(), other._new_order(), start))
-        return _joined(shards)
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        arguments = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name.endswith(("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d")):
+            return [*args, *arguments.values()][0]
+        if func is functional.scaled_dot_product_attention:
+            args = (*args[:4], *(0.0 for _ in args[4:5]), *args[5:])
+        if "dropout_p" in arguments:
+            arguments["dropout_p"] = 0.0
+        return func(*args, **arguments)
 
 
-def _joined(shards: list[Iterator[ShardStep]]) -> Iterator[ShardStep]:
-    states = [capture()] * len(shards)
-    while True:
-        steps: list[ShardStep | None] = []
-        for i, shard in enumerate(shards):
-            restore(states[i])
-            steps.append(next(shard, None))
-            states[i] = capture()
-        restore(states[0])
-        first = steps[0]
-        if first is None:
-            return
-        parts = []
-        for i, step in enumerate(steps):
-            # A shard without samples in the last step reads a placeholder, or nothing.
-            if step is not None and (step.counts is None or step.counts[i]):
-                parts.append(step.data)
-        first.data = _concatenated(parts)
-        if first.counts is not None:
-            first.counts = (sum(first.counts),)
-        yield first
-
-
-def _concatenated(parts: list[Any]) -> Any:
-    tensors = [map_leaves(torch.as_tensor, part) for part in parts]
-    try:
-        return concatenate(tensors)
-    except (TypeError, RuntimeError) as error:
-        raise PrepareError(
-            f"accelerate certify: the batches that {len(parts)} processes read in one step cannot be joined to one "
-            f"({error}). Pad them to one length, or compare with a layout as the reference: --reference ddp:2"
-        ) from None
-
-
-def join_shards(
-    loader: DataLoader[Any], shards: int, prepare: Callable[..., DataLoader[Any]]
-) -> DataLoader[Any]:
-    """A prepared loader with all shards of the data.
+class Changes:
+    """The changes of a run.
 
     Args:
-        loader: the user's loader.
-        shards: their number.
-        prepare: makes the loader of a shard, called as `(loader, shard)`.
-
-    Raises:
-        PrepareError: batches are read by one process for all, whose shards are slices of one batch already.
+        settings: how it is recorded.
     """
-    copies = [loader, *(_independent(loader) for _ in range(shards - 1))]
-    states = capture()
-    prepared: list[Any] = []
-    for index, source in enumerate(copies):
-        # Each process draws the seed of its sampler from the same state.
-        restore(states)
-        prepared.append(prepare(source, index))
-    first = prepared[0]
-    if not isinstance(first, PreparedLoader) or type(first) is not DataLoaderShard:
-        raise PrepareError(
-            f"accelerate certify: a {type(first).__name__} cannot be read as one process reads it. Compare with a "
-            "layout as the reference: --reference ddp:2"
-        )
-    joined = JoinedLoader.around(first.base_dataloader, **first.options())
-    joined.others = prepared[1:]
-    return joined
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._dtype: torch.dtype | None = None
+        if settings.dtype is not None:
+            self._dtype = getattr(torch, settings.dtype)
+        self._generators: ShardGenerators | None = None
+
+    def begin(self, request: Request) -> Request:
+        """Change the process and what its script has requested."""
+        changes: dict[str, Any] = {}
+        if self.settings.shards:
+            changes = dict.fromkeys(_LAYOUT)
+        if self._dtype is not None:
+            torch.set_default_dtype(self._dtype)
+            logger.warning(f"--dtype {self.settings.dtype}: mixed precision is off")
+            changes["mixed_precision"] = "no"
+            changes["precision_policy"] = None
+        if not self.settings.dropout:
+            NoDropout().__enter__()
+        return dataclasses.replace(request, **changes)
+
+    def check(self, request: Request, state: AcceleratorState) -> None:
+        """Raise ConfigurationError where options of the script give another layout than the one to compare."""
+        names = [name for name in _LAYOUT if getattr(request, name) is not None]
+        expected = self.settings.layout
+        if not names or expected is None:
+            return
+        kind = "ddp"
+        if state.distributed_type.value in ("FSDP", "DEEPSPEED"):
+            kind = "fsdp"
+        sizes = {kind: state.num_processes}
+        if state.parallelism_config is not None:
+            sizes = state.parallelism_config.sizes
+            sizes = {_DIMENSIONS.get(name, name): size for name, size in sizes.items()}
+        actual = "x".join(f"{name}:{size}" for name, size in sizes.items() if size > 1)
+        if actual != expected:
+            raise ConfigurationError(
+                f"--layouts {expected}: the script gives Accelerator {', '.join(names)}, which makes it {actual}. "
+                f"Leave that out of the script, or give --layouts {actual}"
+            )
+
+    def model(self, model: nn.Module) -> None:
+        """Change a model before it is laid out."""
+        if self._dtype is not None:
+            model.to(self._dtype)
+        if not self.settings.dropout:
+            remove_dropout(model)
+        if self.settings.perturb:
+            perturb(model)
+
+    def source(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """A loader with batches of the type of the models, from one that is not prepared."""
+        if self._dtype is None or isinstance(loader, PreparedLoader):
+            return loader
+        return altered(loader, collate_fn=_Cast(loader.collate_fn, self._dtype))
+
+    def data_shards(self, shards: int) -> int:
+        """The shards of the data in a layout with so many."""
+        return self.settings.shards or shards
+
+    def joined(self, data_shard: tuple[int, int]) -> int:
+        """The shards that each process reads.
+
+        Raises:
+            ConfigurationError: they cannot be given to the processes of the reference equally.
+        """
+        processes = data_shard[1]
+        shards = self.data_shards(processes)
+        if shards % processes:
+            raise ConfigurationError(
+                f"--reference: its {processes} data shards cannot read what {shards} read equally. Give one with a "
+                f"divisor of {shards}"
+            )
+        return shards // processes
+
+    def loader(self, loader: DataLoader[Any], data_shard: tuple[int, int]) -> DataLoader[Any]:
+        """A prepared loader, with the shards that this process reads."""
+        joined = self.joined(data_shard)
+        if joined == 1:
+            return loader
+        if self._generators is None:
+            self._generators = ShardGenerators(joined)
+        return join_shards(loader, *data_shard, self._generators)
 
 
-def _independent(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """The loader with samplers and a generator of its own."""
-    memo = {id(loader.dataset): loader.dataset}
-    names = [
-        name
-        for name in ("sampler", "batch_sampler", "generator")
-        if getattr(loader, name, None) is not None
-    ]
-    copies = {name: copy.deepcopy(getattr(loader, name), memo) for name in names}
-    return altered(loader, **copies)
+# The name of a dimension in `Layout`.
+_DIMENSIONS = {"dp_replicate": "ddp", "dp_shard": "fsdp"}
+
+
+class _Cast:
+    """A `collate_fn` whose floating-point tensors have another type."""
+
+    def __init__(self, collate: Callable[[Any], Any], dtype: torch.dtype) -> None:
+        self._collate = collate
+        self._dtype = dtype
+
+    def __call__(self, samples: Any) -> Any:
+        return map_leaves(self._cast, self._collate(samples))
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            return tensor.to(self._dtype)
+        return tensor
 
 
 def remove_dropout(model: nn.Module) -> None:
-    """Set every probability of dropout to 0."""
+    """Set the attributes of modules that are probabilities of dropout to 0."""
     for module in model.modules():
-        if isinstance(module, _DROPOUTS):
-            module.p = 0.0
-        for name in _PROBABILITIES:
-            if isinstance(module.__dict__.get(name), float):
+        for name, value in vars(module).items():
+            is_probability = isinstance(value, float) and 0 < value < 1
+            words = name.lower()
+            is_dropout = "drop" in words or (words == "p" and "Drop" in type(module).__name__)
+            if is_probability and is_dropout and "keep" not in words:
                 setattr(module, name, 0.0)
 
 
 @torch.no_grad()
 def perturb(model: nn.Module) -> None:
-    """Move each parameter by one unit in the last place, up or down."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        # Replicas are moved alike.
+    """Move each parameter that trains by one unit in the last place, up or down."""
+    for number, parameter in enumerate(model.parameters()):
         values = local(parameter.detach())
-        if values.is_meta or not values.is_floating_point():
+        if values.is_meta or not (values.is_floating_point() and parameter.requires_grad):
             continue
+        # Replicas are moved alike, whatever the shapes of the other shards.
+        generator = torch.Generator().manual_seed(number)
         ups = torch.randint(0, 2, values.shape, generator=generator).to(values.device, torch.bool)
         limits = torch.where(ups, torch.inf, -torch.inf).to(values.dtype)
         values.copy_(torch.nextafter(values, limits))

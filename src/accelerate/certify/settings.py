@@ -22,7 +22,8 @@ class Settings:
     Fields:
         folder: of the record.
         steps: optimizer steps to record.
-        shards: of the data that each loader of this process reads and joins; 0 in a run of the layout itself.
+        shards: in a run that is a reference, the data shards of the layout, whose batches its processes join; else 0.
+        layout: in any other run, the layout, such as "fsdp:2xtp:2".
         perturb: begin at parameters that are moved by one unit in the last place.
         dropout: keep dropout. Otherwise its probability is 0.
         dtype: of the model, such as "float64"; None leaves it as it is.
@@ -32,6 +33,7 @@ class Settings:
     folder: str
     steps: int
     shards: int = 0
+    layout: str | None = None
     perturb: bool = False
     dropout: bool = False
     dtype: str | None = None

@@ -79,6 +79,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _configure(
         self,
+        *,
         cut: ShardSplit | None = None,
         slice_fn: SliceFunction | None = None,
         **options: Any,
@@ -155,8 +156,15 @@ class DataLoaderDispatcher(PreparedLoader):
             elif not order.resumes:
                 self._draw_as_reader()
             return _received(channel)
+        return _read_for_all(self.assigned(plan, order, start), channel, plan.cut.index)
+
+    def assigned(
+        self, plan: ReadPlan, order: Order, start: StreamPosition
+    ) -> Callable[[], Iterator[AssignedStep]]:
+        """A function that opens the steps of all shards, on the process that reads them."""
         unsplit = dataclasses.replace(plan, cut=ShardSplit(exact=plan.cut.exact))
         is_stream = is_iterable(self.base_dataloader)
+        is_pipe = isinstance(self.base_dataloader.dataset, IterDataPipe)
         begins_later = start.consumed or (plan.skip and not is_stream)
         assigner = BatchAssigner(plan, self.slice_fn)
         if begins_later and not (is_pipe or has_state(self.base_dataloader)):
@@ -167,7 +175,7 @@ class DataLoaderDispatcher(PreparedLoader):
             skipped = unsplit.skip // unsplit.stride
             unsplit.skip = 0
 
-        # Opened by `_assigned`, so that an error there is reported to the other ranks as well.
+        # Opened by `_read_for_all`, so that an error there is reported to the other ranks as well.
         def open_steps() -> Iterator[AssignedStep]:
             steps = self._source.open(unsplit, order, start)
             if skipped:
@@ -176,7 +184,7 @@ class DataLoaderDispatcher(PreparedLoader):
                 steps = itertools.islice(steps, skipped - 1, None)
             return assigner.steps(steps)
 
-        return _assigned(open_steps, channel, plan.cut.index)
+        return open_steps
 
     @property
     def last_step_size(self) -> int | None:
@@ -196,7 +204,7 @@ class DataLoaderDispatcher(PreparedLoader):
             discard(indices, base.num_workers * per_worker)
 
 
-def _assigned(
+def _read_for_all(
     open_steps: Callable[[], Iterator[AssignedStep]], channel: BatchChannel, shard: int
 ) -> Iterator[ShardStep]:
     """Rank 0's batch of each step, after the other ranks' batches have been sent."""

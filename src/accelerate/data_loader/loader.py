@@ -136,7 +136,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
             self.rng_types = [
                 kind for kind in self.rng_types if getattr(kind, "value", kind) != "generator"
             ]
-        self._source = BatchSource(self.base_dataloader)
+        self._source = self._open_source()
         self._feed = feed_for(self.device, self._non_blocking)
         # The present pass (or the last one, if it was not complete), and its position.
         self._order: Order | None = None
@@ -231,6 +231,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
             return self._open_unsplit(self.base_dataloader, order, start)
         self._share(plan, order)
         return self._source.open(plan, order, start)
+
+    def _open_source(self) -> BatchSource:
+        return BatchSource(self.base_dataloader)
 
     def _share(self, plan: ReadPlan, order: Order) -> None:
         """Let all ranks have rank 0's order: they are shards of it, or read the same samples."""
@@ -454,7 +457,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
             base.__dict__.update(
                 batch_sampler=with_sampler(base.batch_sampler, sampler), sampler=sampler
             )
-        self._source = BatchSource(base)
+        self._source = self._open_source()
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass, here and in samplers and a dataset that have `set_epoch`."""

@@ -278,6 +278,8 @@ class RecordedOrder:
         self.resumes: bool = states is not None
         # All ranks take rank 0's elements.
         self.shared: bool = False
+        # The whole epoch is drawn at its start, as several ranks do.
+        self.at_once: bool = False
         self.endless: bool = states is not None and "endless" in states
         self.elements: list[Any] = []
         self._saved = states
@@ -338,7 +340,7 @@ class RecordedOrder:
                 self._record(self._drawing)
 
     def _draw(self, drawing: Iterator[Any]) -> list[Any]:
-        count = self.limit if self.shared else 1
+        count = self.limit if self.shared or self.at_once else 1
         drawn = list(itertools.islice(drawing, count))
         if self.shared:
             drawn = broadcast_each(drawn, operation=_EPOCH_START)

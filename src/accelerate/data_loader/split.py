@@ -110,7 +110,7 @@ class SplitLoader(DataLoaderShard):
     """
 
     def _configure(
-        self, unsplit: Any = None, cut: ShardSplit | None = None, **options: Any
+        self, *, unsplit: Any = None, cut: ShardSplit | None = None, **options: Any
     ) -> None:
         super()._configure(**options)
         # The dataset of all processes; None where the user has split it.
@@ -212,7 +212,7 @@ def equalized(
         count = _ENDED
         if step is not None:
             is_last = step.last
-            count = _count(step)
+            count = samples_in(step)
         counts, last = _exchanged(count, is_last, cut, group)
         ended = [shard for shard, samples in enumerate(counts) if samples == _ENDED]
         if len(ended) == cut.shards or (ended and drop_last):
@@ -230,7 +230,7 @@ def equalized(
             if head is None and first is not None:
                 head = first()
             assert head is not None
-            step = _filled(step, max(counts), head)
+            step = filled_step(step, max(counts), head)
         step.counts = None
         # 0 stands for a batch whose rows cannot be counted.
         if 0 not in counts:
@@ -244,7 +244,7 @@ def equalized(
             return
 
 
-def _count(step: ShardStep) -> int:
+def samples_in(step: ShardStep) -> int:
     """The number of samples in a step of one shard; 0 where it cannot be counted."""
     if step.counts:
         return step.counts[0]
@@ -268,15 +268,15 @@ def _exchanged(count: int, last: bool, cut: ShardSplit, group: Any) -> tuple[lis
     return counts, ends
 
 
-def _filled(step: ShardStep | None, size: int, head: ShardStep) -> ShardStep:
+def filled_step(step: ShardStep | None, size: int, head: ShardStep) -> ShardStep:
     """`step` with `size` rows: the missing ones are those of `head`, the first step of the shard."""
-    length = _count(head)
+    length = samples_in(head)
     if step is None:
         data = head.data
         if length not in (0, size):
             data = repeat_rows(data, length, size)
         return ShardStep(data, None, 0)
-    rows = _count(step)
+    rows = samples_in(step)
     if rows and length:
         filling = repeat_rows(head.data, length, size - rows)
         step.data = join_rows([step.data, filling], [rows, size - rows])
