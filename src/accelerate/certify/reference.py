@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from ..logging import MultiProcessAdapter, get_logger
 from ..parallel.gradients import local
 from ..run.resolve import Request
 from ..state import AcceleratorState
+from ..torch_internals.compiled import uncompiled
 from .joined import ShardGenerators, join_shards
 from .settings import Settings
 
@@ -38,7 +40,27 @@ _LAYOUT = (
 
 
 class NoDropout(TorchFunctionMode):
-    """A mode in which functions of dropout return their input."""
+    """A mode of the forward of modules, in which functions of dropout return their input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._depths = threading.local()
+
+    def watch(self, module: nn.Module) -> None:
+        """Enter the mode in the forward of a module, also where a backward computes it again."""
+        module.register_forward_pre_hook(self._before_forward)
+        module.register_forward_hook(self._after_forward, always_call=True)
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        depth = getattr(self._depths, "depth", 0)
+        if depth == 0:
+            self.__enter__()
+        self._depths.depth = depth + 1
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._depths.depth -= 1
+        if self._depths.depth == 0:
+            self.__exit__(None, None, None)
 
     def __torch_function__(
         self,
@@ -47,12 +69,13 @@ class NoDropout(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        """Call a function, without dropout."""
         arguments = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name.endswith(("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d")):
             return [*args, *arguments.values()][0]
-        if func is functional.scaled_dot_product_attention:
-            args = (*args[:4], *(0.0 for _ in args[4:5]), *args[5:])
+        if func is functional.scaled_dot_product_attention and len(args) > 4:
+            args = (*args[:4], 0.0, *args[5:])
         if "dropout_p" in arguments:
             arguments["dropout_p"] = 0.0
         return func(*args, **arguments)
@@ -79,15 +102,14 @@ class Changes:
             changes = dict.fromkeys(_LAYOUT)
         if self._dtype is not None:
             torch.set_default_dtype(self._dtype)
-            logger.warning(f"--dtype {self.settings.dtype}: mixed precision is off")
             changes["mixed_precision"] = "no"
             changes["precision_policy"] = None
-        if not self.settings.dropout:
-            NoDropout().__enter__()
         return dataclasses.replace(request, **changes)
 
     def check(self, request: Request, state: AcceleratorState) -> None:
         """Raise ConfigurationError where options of the script give another layout than the one to compare."""
+        if self._dtype is not None:
+            logger.warning(f"--dtype {self.settings.dtype}: mixed precision is off")
         names = [name for name in _LAYOUT if getattr(request, name) is not None]
         expected = self.settings.layout
         if not names or expected is None:
@@ -110,8 +132,6 @@ class Changes:
         """Change a model before it is laid out."""
         if self._dtype is not None:
             model.to(self._dtype)
-        if not self.settings.dropout:
-            remove_dropout(model)
         if self.settings.perturb:
             perturb(model)
 
@@ -171,13 +191,16 @@ class _Cast:
 
 
 def remove_dropout(model: nn.Module) -> None:
-    """Set the attributes of modules that are probabilities of dropout to 0."""
+    """Set the attributes of modules that are probabilities of dropout to 0, and leave functions of dropout out."""
+    mode = NoDropout()
     for module in model.modules():
+        if uncompiled(model) is model:
+            mode.watch(module)
         for name, value in vars(module).items():
             is_probability = isinstance(value, float) and 0 < value < 1
             words = name.lower()
             is_dropout = "drop" in words or (words == "p" and "Drop" in type(module).__name__)
-            if is_probability and is_dropout and "keep" not in words:
+            if is_probability and is_dropout:
                 setattr(module, name, 0.0)
 
 
