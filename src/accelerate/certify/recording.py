@@ -29,6 +29,7 @@ from ..run.checkpoints import RunCheckpoints
 from ..runtime import mesh
 from .forward import FirstForward
 from .joining import Tensors, different_replica, from_ranks, join, on_all_ranks, plain, rank
+from .reference import remove_dropout
 from .settings import Settings
 
 # Bytes of models from which only some elements of each tensor are kept.
@@ -67,10 +68,12 @@ class RecordedRun(RunObserver):
     # -- the events
 
     def after_prepare(self, prepared: Any) -> None:
-        """Watch the first forward of a model."""
+        """Remove the dropout of a model, and watch its first forward."""
         run = self._run()
         if run is None or not isinstance(prepared, PreparedModel):
             return
+        if not self._settings.dropout:
+            remove_dropout(prepared.module)
         if self._steps == 0:
             prefix = _prefix(len(run.objects.models), prepared)
             self._forward.watch(prepared, prefix, run.strategy)

@@ -186,25 +186,22 @@ class Reference:
         """The runs on the samples that so many data shards read together.
 
         Raises:
-            ConfigurationError: the layout of the reference has another number of shards, and more than one.
+            ConfigurationError: they cannot be divided between the data shards of the reference.
         """
-        joined = shards
-        if self.layout.shards > 1:
-            joined = 0
-            if self.layout.shards != shards:
-                raise ConfigurationError(
-                    f"--reference {self.layout.text} reads {self.layout.shards} batches at a time, and the layout "
-                    f"{shards}: use a reference that reads as many, or one that reads one batch"
-                )
-        if joined not in self._pairs:
+        if shards % self.layout.shards:
+            raise ConfigurationError(
+                f"--reference {self.layout.text} reads {self.layout.shards} batches at a time, and the layout "
+                f"{shards}: use a reference whose number of batches divides that"
+            )
+        if shards not in self._pairs:
             plain = self.script.record(
-                self.layout, self.folder / f"reference-{shards}", shards=joined
+                self.layout, self.folder / f"reference-{shards}", shards=shards
             )
             moved = self.script.record(
-                self.layout, self.folder / f"perturbed-{shards}", shards=joined, perturb=True
+                self.layout, self.folder / f"perturbed-{shards}", shards=shards, perturb=True
             )
-            self._pairs[joined] = plain, moved
-        return self._pairs[joined]
+            self._pairs[shards] = plain, moved
+        return self._pairs[shards]
 
 
 def installation(text: str, folder: Path) -> Installation:
