@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import yaml
@@ -23,8 +22,9 @@ from accelerate.config import launch_file
 from accelerate.config.launch_settings import resolve_settings
 from accelerate.launchers import spec as launched
 from accelerate.launchers.plan import variables
-from accelerate.state import PartialState
 
+# Seconds of the recorded runs of one layout.
+LIMIT = 600.0
 # A program of a test: what a script does, in a function at the top level of a module.
 Program = Callable[[], None]
 
@@ -49,11 +49,9 @@ def environment(layout: str, folder: Path) -> dict[str, str | None]:
 
 def record(programs: Sequence[Program], folder: Path, runs: dict[str, dict[str, Any]]) -> None:
     """Record each program on this rank: once for each of the runs, given as {name: settings}."""
-    # Each of the runs ends, and the next one uses the same process group.
-    with mock.patch.object(PartialState, "destroy_process_group"):
-        for program in programs:
-            for name, settings in runs.items():
-                record_one(program, folder / program.__name__ / name, settings)
+    for program in programs:
+        for name, settings in runs.items():
+            record_one(program, folder / program.__name__ / name, settings)
 
 
 def record_one(program: Program, folder: Path, settings: dict[str, Any]) -> None:
@@ -106,8 +104,9 @@ def verdicts(
         "plain": {"steps": steps, "shards": parsed.shards},
         "moved": {"steps": steps, "shards": parsed.shards, "perturb": True},
     }
-    ranks(parsed.processes).run(record_on_rank, names, folder, own, env=variables)
-    ranks(1).run(record_on_rank, names, folder, single, env={"ACCELERATE_USE_CPU": "true"})
+    ranks(parsed.processes).run(record_on_rank, names, folder, own, env=variables, timeout=LIMIT)
+    on_cpu = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    ranks(1).run(record_on_rank, names, folder, single, env=on_cpu, timeout=LIMIT)
     rows = {name: verdict(name, layout, folder, steps) for name in names}
     for name, row in rows.items():
         print(f"--- {name}\n{row.text()}")

@@ -1,158 +1,355 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What usually causes a difference, from the facts of the comparison."""
+"""What usually causes a difference: one table, from facts of the comparison to a sentence."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .comparison import Comparison, Difference, Step, factor_of, norm
+from .comparison import Comparison, factor_of, norm
 
-# By how much a factor may differ from one that it is compared with.
-_TOLERANCE = 1e-2
+# By how much two numbers differ that are not the same factor.
+_APART = 1e-2
+# What remains of a tensor, relative to its norm, that has the form that a fact names.
+_REST = 1e-3
 
 
-def causes(comparison: Comparison, info: dict[str, Any]) -> list[str]:
-    """The likely causes of the first difference, most likely first.
+class Facts:
+    """What is known of the first difference.
 
     Args:
         comparison: of the layout's run with the reference.
         info: what the layout's run has noted.
     """
-    first = comparison.differences[0]
-    number = first.step - 1
-    expected, actual = comparison.reference[number], comparison.layout[number]
-    name = f"{first.kind}/{first.name}"
-    if name not in actual:
-        return ["the layout does not train this tensor, or does not save it"]
-    facts = _Facts(comparison, first, expected, actual, info)
-    explain = {
-        "batch": facts.of_batch,
-        "output": facts.of_output,
-        "loss": facts.of_loss,
-        "gradient": facts.of_gradient,
-        "options": facts.of_options,
-        "parameter": facts.of_parameter,
-        "buffer": facts.of_buffer,
-        "state": facts.of_state,
-    }
-    return explain[first.kind]()
 
-
-class _Facts:
-    """The first difference and the steps that it is in."""
-
-    def __init__(
-        self,
-        comparison: Comparison,
-        first: Difference,
-        expected: Step,
-        actual: Step,
-        info: dict[str, Any],
-    ) -> None:
-        self.comparison = comparison
-        self.first = first
-        self.name = f"{first.kind}/{first.name}"
-        self.expected = expected[self.name]
-        self.actual = actual[self.name]
+    def __init__(self, comparison: Comparison, info: dict[str, Any]) -> None:
+        self._comparison = comparison
+        self._info = info
+        self.first = comparison.differences[0]
+        self.name = f"{self.first.kind}/{self.first.name}"
+        self._expected_step = comparison.reference[self.first.step - 1]
+        self._actual_step = comparison.layout[self.first.step - 1]
         self.processes = int(info.get("processes", 1))
         self.shards = int(info.get("shards", 1))
-        self.same_kind = [
-            d for d in comparison.differences if d.step == first.step and d.kind == first.kind
-        ]
-        self.total = sum(name.startswith(f"{first.kind}/") for name in expected)
 
-    def of_batch(self) -> list[str]:
-        rows, reference = self.actual.flatten().sort()[0], self.expected.flatten().sort()[0]
-        if self.actual.shape == self.expected.shape and torch.equal(rows, reference):
-            return ["the same samples in another order: a sampler that orders them by the rank"]
-        return [
-            "the processes read other samples: random numbers of the data set or of collate_fn, which each process "
-            "draws for itself, or a seed that is not set"
-        ]
+    @functools.cached_property
+    def actual(self) -> torch.Tensor:
+        """The tensor in the layout."""
+        return self._actual_step[self.name].double()
 
-    def of_output(self) -> list[str]:
-        difference = self.actual.double() - self.expected.double()
-        factor = factor_of(self.actual, self.expected)
-        if factor is not None and abs(factor - 1) > _TOLERANCE:
-            return [
-                f"all of it is multiplied by {factor:.4g}: a sum over ranks in place of a mean, or the reverse"
-            ]
-        rows = (
-            difference.reshape(-1, difference.shape[-1])
-            if difference.ndim > 1
-            else difference[None]
+    @functools.cached_property
+    def expected(self) -> torch.Tensor:
+        """The tensor on one process."""
+        return self._expected_step[self.name].double()
+
+    @property
+    def is_absent(self) -> bool:
+        """The layout has no such tensor."""
+        return self.name not in self._actual_step
+
+    @property
+    def has_other_shape(self) -> bool:
+        """The tensor has another shape in the layout."""
+        return self.actual.shape != self.expected.shape
+
+    @property
+    def is_reordered(self) -> bool:
+        """The elements are the same in another order."""
+        return torch.equal(self.actual.flatten().sort()[0], self.expected.flatten().sort()[0])
+
+    @property
+    def is_zero(self) -> bool:
+        """All elements are zero in the layout."""
+        return not norm(self.actual)
+
+    @property
+    def is_first_step(self) -> bool:
+        """The difference is in the first step."""
+        return self.first.step == 1
+
+    @functools.cached_property
+    def factor(self) -> float | None:
+        """By what all elements are multiplied, of a parameter those of its step; None where nothing is or by 1."""
+        factor = factor_of(*self._changes)
+        if factor is None or abs(factor - 1) < _APART:
+            return None
+        return factor
+
+    @property
+    def by_processes(self) -> bool:
+        """That factor is the number of ranks, or of shards of the data, or one divided by it."""
+        if self.factor is None or not self.factor:
+            return False
+        larger = max(abs(self.factor), 1 / abs(self.factor))
+        return any(abs(larger - count) < _APART for count in (self.processes, self.shards))
+
+    @property
+    def by_a_whole_number(self) -> bool:
+        """That factor is 2 or more, without a fraction."""
+        return self.factor is not None and self.factor > 1 + _APART and not self.factor % 1
+
+    @property
+    def by_parts(self) -> bool:
+        """The shards of the tensor are multiplied by other numbers."""
+        actual, expected = self._changes
+        if not actual.ndim or len(actual) < 2:
+            return False
+        pieces = zip(actual.chunk(self.processes), expected.chunk(self.processes), strict=True)
+        factors = [factor_of(*piece) for piece in pieces]
+        known = [factor for factor in factors if factor is not None]
+        return len(known) == len(factors) > 1 and max(known) - min(known) > _REST
+
+    @property
+    def is_shifted(self) -> bool:
+        """The same vector is added to each row."""
+        if self.actual.ndim < 2:
+            return False
+        rows = (self.actual - self.expected).flatten(0, -2)
+        return len(rows) > 1 and float((rows - rows[0]).abs().max()) <= _REST * float(
+            rows.abs().max()
         )
-        spread = float((rows - rows[:1]).abs().max())
-        if len(rows) > 1 and spread <= 1e-3 * float(rows.abs().max()):
-            return [
-                f"the same vector is added to each row: a bias that each of {self.processes} ranks adds"
-            ]
-        differing = rows.abs().amax(dim=-1) > 0
-        if not bool(differing.all()):
-            part = f"{int(differing.sum())} of {len(differing)} rows"
-            return [
-                f"{part} differ: a mask or the end of a sequence that is dropped, or samples that are combined"
-            ]
-        return ["what this module combines is split over ranks: samples, a sequence, or features"]
 
-    def of_loss(self) -> list[str]:
-        return [
-            "the loss is no mean over equally many items on each rank: give backward their number, "
-            "accelerator.backward(loss, num_items=n)",
-            "the loss is computed from samples of several ranks, which none of them has all of",
+    @property
+    def rows(self) -> str:
+        """How many rows differ, such as "3 of 8"; empty where all do."""
+        if self.actual.ndim < 2:
+            return ""
+        differ = (self.actual - self.expected).flatten(0, -2).abs().amax(-1) > self.first.tolerance
+        if bool(differ.all()):
+            return ""
+        return f"{int(differ.sum())} of {len(differ)}"
+
+    @property
+    def is_rare(self) -> bool:
+        """Other tensors of this kind are equal in this step."""
+        same = [
+            other
+            for other in self._comparison.differences
+            if (other.step, other.kind) == (self.first.step, self.first.kind)
         ]
+        total = sum(name.startswith(f"{self.first.kind}/") for name in self._expected_step)
+        return len(same) < total
 
-    def of_gradient(self) -> list[str]:
-        factor = factor_of(self.actual, self.expected)
-        few = len(self.same_kind) < self.total
-        if factor is not None and abs(factor - 1) > _TOLERANCE:
-            text = f"the gradient is multiplied by {factor:.4g}"
-            if few:
-                return [
-                    f"{text}, and others are not: it is reduced more than once, or not by all ranks"
-                ]
-            return [
-                f"{text}, as all are: a sum in place of a mean over {self.processes} ranks, or a loss divided twice"
-            ]
-        if not norm(self.actual):
-            return ["the gradient is zero: the layout loses it"]
-        if few:
-            return [
-                "a part of the gradient is missing: it is not reduced over the ranks that share the parameter"
-            ]
-        return [
-            "the ranks compute a mean over unequal parts, or gradients are not averaged",
-            "a backward of another order of losses",
-        ]
+    @property
+    def replica(self) -> str:
+        """The rank with another copy of the tensor, and along which dimension of the mesh; empty if there is none."""
+        key = "buffers" if self.first.kind == "buffer" else "replicas"
+        noted = self._info.get(key)
+        if noted is None or (noted["step"], noted["kind"]) != (self.first.step, self.first.kind):
+            return ""
+        return f"rank {noted['rank']} has other values than rank 0 ({noted['dimension']})"
 
-    def of_options(self) -> list[str]:
-        return [
-            f"{float(self.expected):.6g} on one process, {float(self.actual):.6g} in the layout: the script "
-            "multiplies it by the number of processes, or a schedule makes another number of steps"
-        ]
+    @property
+    def values(self) -> str:
+        """The two numbers."""
+        return f"{float(self.expected):.6g} on one process, {float(self.actual):.6g} in the layout"
 
-    def of_parameter(self) -> list[str]:
-        step = self.first.step
-        before = {}
-        if step > 1:
-            before = self.comparison.reference[step - 2]
-        if self.name in before:
-            start = before[self.name].double()
-            factor = factor_of(self.actual.double() - start, self.expected.double() - start)
-            if factor is not None and abs(factor - 1) > _TOLERANCE:
-                return [
-                    f"the step is multiplied by {factor:.4g}, with equal gradients: the optimizer computes a norm of "
-                    "the part that a rank has, or another learning rate"
-                ]
-        return [
-            "the gradients are equal: the optimizer combines elements of a tensor, or of several, of which a rank "
-            "has a part"
-        ]
+    @property
+    def other_step(self) -> int:
+        """The step of the reference in which a number is what it is in the layout; 0 if there is none."""
+        for number, step in enumerate(self._comparison.reference):
+            if self.name in step and torch.equal(step[self.name].double(), self.actual):
+                return number + 1
+        return 0
 
-    def of_buffer(self) -> list[str]:
-        return ["the buffer is not synchronized, or is written once for each part of a batch"]
+    @property
+    def state(self) -> str:
+        """The state of the same parameter that differs too, such as "exp_avg"; empty if none does."""
+        prefix = f"{self.first.name} "
+        for other in self._comparison.differences:
+            if (other.step, other.kind) == (self.first.step, "state") and prefix in other.name:
+                return other.name
+        return ""
 
-    def of_state(self) -> list[str]:
-        return ["the optimizer's state was lost, or is not that of the whole tensor"]
+    @property
+    def _changes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tensors, of parameters what this step has changed."""
+        actual, expected = self.actual, self.expected
+        if self.first.kind == "parameter" and not self.is_first_step:
+            before = self._comparison.reference[self.first.step - 2].get(self.name)
+            if before is not None:
+                return actual - before.double(), expected - before.double()
+        return actual, expected
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A row of the table.
+
+    Fields:
+        name: of the cause.
+        kind: of the tensors that it changes.
+        applies: whether facts point to it.
+        text: a sentence, in whose braces f has the facts.
+    """
+
+    name: str
+    kind: str
+    applies: Callable[[Facts], object]
+    text: str
+
+
+def _always(facts: Facts) -> bool:
+    return True
+
+
+# Of each kind the first row that applies counts.
+TABLE = (
+    Cause(
+        "dropped tail", "batch", lambda f: f.has_other_shape,
+        "the ranks read another number of samples: some are dropped or added, or collate_fn depends on the rank",
+    ),
+    Cause(
+        "batch order", "batch", lambda f: f.is_reordered,
+        "the ranks read the same samples in another order: a sampler or a data set orders them by the rank",
+    ),
+    Cause(
+        "other samples", "batch", _always,
+        "the ranks read other samples: random numbers that each process draws for itself in the data set or in "
+        "collate_fn, a data set that depends on the rank, or a seed that is not set",
+    ),
+    Cause(
+        "repeated sum", "output", lambda f: f.factor is not None,
+        "all of it is multiplied by {f.factor:.4g}: ranks are summed where each has the entire value, or a mean "
+        "is a sum",
+    ),
+    Cause(
+        "repeated bias", "output", lambda f: f.is_shifted,
+        "the same vector is added to each row: each of {f.processes} ranks adds the bias before they are summed",
+    ),
+    Cause(
+        "dropped mask or tail", "output", lambda f: f.rows,
+        "{f.rows} rows differ: the module reads rows that another rank has (the neighbours, the last token, a mean), "
+        "or a mask or the end of a sequence is dropped",
+    ),
+    Cause(
+        "split samples", "output", _always,
+        "the module combines what is split over ranks or micro-batches: samples of a batch (a mean over them, batch "
+        "statistics), rows of a sequence, or features between split layers. Leave it out of the split, or gather "
+        "what it combines",
+    ),
+    Cause(
+        "sum of losses", "loss", lambda f: f.is_first_step and f.by_processes,
+        "the loss is multiplied by {f.factor:.4g}: it is a sum over the samples of a rank, and ranks are "
+        "averaged. Take "
+        "the mean (reduction='mean')",
+    ),
+    Cause(
+        "mean over unequal parts", "loss", lambda f: f.is_first_step,
+        "the loss is no mean over equally many items on each rank, such as labels that are not padding: call "
+        "accelerator.backward(loss, num_items=n) with their number. Or it combines samples, of which a rank has some "
+        "(negatives in the batch): gather them first",
+    ),
+    Cause(
+        "other forward", "loss", _always,
+        "the parameters before this step are equal: a rank computes with other buffers, with weights that it keeps "
+        "elsewhere, or draws random numbers",
+    ),
+    Cause(
+        "missing reduction", "gradient", lambda f: f.replica,
+        "{f.replica}: the gradient is not reduced over these ranks. The backward ran inside of no_sync, a "
+        "communication hook returns what its rank has, or the parameter is not of the prepared model",
+    ),
+    Cause(
+        "missing reduction", "gradient", lambda f: f.is_zero,
+        "the gradient is zero: the layout loses it between the backward and the step",
+    ),
+    Cause(
+        "hook of a gradient", "gradient", lambda f: f.factor is not None and f.is_rare,
+        "the gradient is multiplied by {f.factor:.4g}, and others are not: a hook of this parameter is not called or "
+        "called twice, or its gradient is summed over some of the ranks",
+    ),
+    Cause(
+        "sum for mean", "gradient", lambda f: f.by_processes,
+        "all gradients are multiplied by {f.factor:.4g}: a sum in place of a mean over the ranks, or a loss that is "
+        "divided twice",
+    ),
+    Cause(
+        "part of a norm", "gradient", lambda f: f.factor is not None or f.by_parts,
+        "the gradients are multiplied by other numbers than on one process: they are clipped or scaled by a norm that "
+        "counts a part of the model, or counts copies. Call accelerator.clip_grad_norm_",
+    ),
+    Cause(
+        "missing reduction", "gradient", lambda f: f.is_rare,
+        "other gradients are equal: this one misses the part of some ranks that share the parameter (a tied weight, a "
+        "layer between split layers, a parameter outside of the prepared model)",
+    ),
+    Cause(
+        "mean over unequal parts", "gradient", _always,
+        "the loss is equal, and the gradients are not averaged, or are weighted by unequal parts of the batch",
+    ),
+    Cause(
+        "schedule", "options", lambda f: f.other_step,
+        "{f.values}, which one process has in step {f.other_step}: the schedule does not make one step for each "
+        "of the "
+        "optimizer. Prepare it, or call it once, on each rank",
+    ),
+    Cause(
+        "schedule", "options", _always,
+        "{f.values}: the script computes it from the rank or the number of processes, or a schedule makes another "
+        "number of steps",
+    ),
+    Cause(
+        "other optimizer", "parameter", lambda f: f.replica,
+        "{f.replica}: with equal gradients, the ranks step with other options or another state (a learning rate "
+        "by the "
+        "rank, weights that an optimizer copied before prepare made the ranks equal)",
+    ),
+    Cause(
+        "lost state", "parameter", lambda f: f.state,
+        "the optimizer's {f.state} differs too, with equal gradients: its state was lost or not loaded, or is that "
+        "of a part of the tensor",
+    ),
+    Cause(
+        "part of a norm", "parameter", lambda f: f.by_parts or (f.factor is not None and not f.is_first_step),
+        "the gradients are equal, and the step is scaled: the optimizer computes a norm or a mean of the part that a "
+        "rank has. If it can use DTensors, do not take their local part; else leave supports_sharded_parameters out",
+    ),
+    Cause(
+        "lost write", "parameter", lambda f: f.is_rare,
+        "the gradients are equal, and other parameters too: a forward or the loop writes this one, which the "
+        "layout does not keep, its master weight is lost, or the optimizer computes a norm of the part of a rank",
+    ),
+    Cause(
+        "other weights", "parameter", _always,
+        "the gradients are equal: the optimizer steps other weights (master weights that are lost, a copy of its "
+        "own), or combines elements of which a rank has a part",
+    ),
+    Cause(
+        "repeated write", "buffer", lambda f: f.by_a_whole_number,
+        "the buffer is {f.factor:.4g} times that of one process: it is written once for each micro-batch or rank",
+    ),
+    Cause(
+        "unsynchronized buffer", "buffer", lambda f: f.replica,
+        "{f.replica}: each rank writes it from its own samples. Average it over the ranks (accelerator.reduce), or "
+        "use SyncBatchNorm",
+    ),
+    Cause(
+        "unsynchronized buffer", "buffer", _always,
+        "the buffer is written from a part of the batch, and not averaged over the ranks or micro-batches",
+    ),
+    Cause(
+        "lost state", "state", _always,
+        "gradients and parameters are equal: the state was lost or not loaded, or is that of a part of the tensor",
+    ),
+)  # fmt: skip
+_ABSENT = Cause("absent", "", _always, "the layout does not train this tensor, or does not save it")
+
+
+def causes(comparison: Comparison, info: dict[str, Any]) -> list[str]:
+    """The likely cause of the first difference: its name and a sentence.
+
+    Args:
+        comparison: of the layout's run with the reference.
+        info: what the layout's run has noted.
+    """
+    facts = Facts(comparison, info)
+    cause = _ABSENT
+    if not facts.is_absent:
+        rows = [row for row in TABLE if row.kind == facts.first.kind]
+        cause = next(row for row in rows if row.applies(facts))
+    return [f"{cause.name}: {cause.text.format(f=facts)}"]

@@ -18,8 +18,10 @@ FACTOR = 8.0
 # Up to which effect of that run, relative to a tensor's norm, an equal tensor is equal without a further word.
 SHARP = 1e-4
 # Above which effect nothing can be told of a tensor, and above which part of such tensors nothing of their kind.
-VAGUE = 1e-2
+VAGUE = 5e-2
 VAGUE_PART = 0.1
+# Tensors with fewer elements may be moved by little, by chance.
+FEW = 16
 # Verdicts on a kind of tensors, and on a layout.
 EQUAL = "equal"
 EQUAL_PERTURBED = "equal up to perturbation"
@@ -123,11 +125,18 @@ class Comparison:
     perturbed: Sequence[Step] | None = None
     differences: list[Difference] = field(default_factory=list)
     items: dict[str, Item] = field(default_factory=dict)
+    # Elements of parameters of which a gradient was so small that its sign is that of rounding.
+    _undecided: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for number in range(min(len(self.reference), len(self.layout))):
             for kind in KINDS:
                 self._compare(number, kind)
+
+    def add(self, difference: Difference) -> None:
+        """Add a difference that another comparison has shown, before those of later steps and kinds."""
+        self.differences.append(difference)
+        self.differences.sort(key=lambda each: (each.step, KINDS.index(each.kind)))
 
     def _compare(self, number: int, kind: str) -> None:
         expected, actual = self.reference[number], self.layout[number]
@@ -135,12 +144,11 @@ class Comparison:
         if kind == "gradient":
             # A backward begins with the last module.
             names.reverse()
-        spreads = {}
+        # (by how much the perturbation changes a tensor, and that relative to its norm).
+        spreads: dict[str, tuple[float, float]] = {}
         if self.perturbed is not None and kind not in EXACT:
-            moved = self.perturbed[number]
-            spreads = {name: _spread(expected[name], moved.get(name)) for name in names}
-        finite = [spread for spread in spreads.values() if math.isfinite(spread)]
-        typical = statistics.median(finite) if finite else 0.0
+            spreads = {name: self._spread(number, name) for name in names}
+        typical = statistics.median(relative for _, relative in spreads.values() or [(0.0, 0.0)])
         vague = total = 0.0
         for name in names:
             difference = self._difference(number, name, expected[name], actual.get(name))
@@ -149,16 +157,18 @@ class Comparison:
             item = self.items.setdefault(kind, Item())
             item.tensors += 1
             if name in spreads:
-                spread = max(spreads[name], typical)
-                difference = replace(
-                    difference, tolerance=_tolerance(expected[name], difference.size, spread)
-                )
+                change, spread = spreads[name]
+                floor = max(typical, self._rounding(number, expected[name], actual.get(name)))
+                tolerance = FACTOR * max(change, floor * difference.size)
+                difference = replace(difference, tolerance=tolerance)
+                if kind == "gradient":
+                    self._decide(difference, expected[name])
                 total += difference.size**2
-                if spreads[name] > VAGUE and math.isfinite(difference.error):
+                if spread > VAGUE and math.isfinite(difference.error):
                     vague += difference.size**2
-                    item.vague.setdefault(difference.name, spreads[name])
+                    item.vague.setdefault(difference.name, spread)
                     continue
-                item.spread = max(item.spread, spreads[name])
+                item.spread = max(item.spread, spread)
             ratio = difference.ratio
             if ratio > item.ratio:
                 item.ratio, item.name, item.step = ratio, difference.name, difference.step
@@ -174,6 +184,7 @@ class Comparison:
         """A tensor in both runs, without a tolerance; None for an output that the layout has in another form."""
         kind, _, plain = name.partition("/")
         if actual is not None and actual.shape == expected.shape:
+            actual = self._decided(name, actual, expected)
             return Difference(number + 1, kind, plain, norm(actual, expected), 0.0, norm(expected))
         if kind == "output":
             # A layout may split a module, or have it on another rank.
@@ -183,24 +194,55 @@ class Comparison:
             reason = f"its shape is {list(actual.shape)}, and {list(expected.shape)} on one process"
         return Difference(number + 1, kind, plain, math.inf, reason=reason)
 
+    def _decide(self, gradient: Difference, expected: torch.Tensor) -> None:
+        """Note the elements of a gradient that are within the tolerance of zero."""
+        limit = gradient.tolerance / max(expected.numel(), 1) ** 0.5
+        undecided = (expected.abs() <= limit) & (expected != 0)
+        before = self._undecided.get(gradient.name)
+        if before is not None and before.shape == undecided.shape:
+            undecided |= before
+        self._undecided[gradient.name] = undecided
 
-def _spread(expected: torch.Tensor, moved: torch.Tensor | None) -> float:
-    """By how much the perturbation changes a tensor, relative to its norm."""
-    if moved is None or moved.shape != expected.shape:
-        return 0.0
-    change = norm(moved, expected)
-    size = norm(expected)
-    if not change:
-        return 0.0
-    if not size:
-        return math.inf
-    return change / size
+    def _decided(self, name: str, tensor: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+        """A parameter with equal values where optimizers that divide by the size of a gradient step by its sign."""
+        kind, _, plain = name.partition("/")
+        undecided = self._undecided.get(plain)
+        if kind != "parameter" or undecided is None or undecided.shape != tensor.shape:
+            return tensor
+        return torch.where(undecided, expected, tensor)
 
+    def _spread(self, number: int, name: str) -> tuple[float, float]:
+        """By how much the perturbation changes a tensor, and relative to its norm; of few elements in any step."""
+        assert self.perturbed is not None
+        size = norm(self.reference[number][name])
+        steps = [(self.reference[number], self.perturbed[number])]
+        if self.reference[number][name].numel() < FEW:
+            steps = list(zip(self.reference, self.perturbed, strict=False))
+        change = spread = 0.0
+        for step, moved_step in steps:
+            expected, moved = step.get(name), moved_step.get(name)
+            if expected is None or moved is None or moved.shape != expected.shape:
+                continue
+            moved_by = norm(self._decided(name, moved, expected), expected)
+            own_size = norm(expected)
+            if size and own_size:
+                spread = max(spread, moved_by / own_size)
+            else:
+                change = max(change, moved_by)
+        return max(change, spread * size), spread
 
-def _tolerance(expected: torch.Tensor, size: float, spread: float) -> float:
-    if expected.is_floating_point():
-        spread = max(spread, torch.finfo(expected.dtype).eps)
-    return FACTOR * spread * size
+    def _rounding(self, number: int, *tensors: torch.Tensor | None) -> float:
+        """The largest rounding of some tensors and of the parameters that they come from."""
+        rounding = 0.0
+        parameters = [
+            tensor
+            for name, tensor in self.reference[number].items()
+            if name.startswith("parameter/")
+        ]
+        for tensor in [*parameters, *tensors]:
+            if tensor is not None and tensor.is_floating_point():
+                rounding = max(rounding, torch.finfo(tensor.dtype).eps)
+        return rounding
 
 
 def read_steps(folder: Path) -> list[Step]:

@@ -22,6 +22,7 @@ from ..core.modules import class_name
 from ..core.observers import RunObserver
 from ..core.trees import children, leaves
 from ..optimizer import AcceleratedOptimizer, is_optimizer, parameters_of
+from ..parallel.gradients import gradients_of
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from ..parallel.sharded import ShardedModel
 from ..parallel.unwrap import canonical_name, named_parameters
@@ -29,7 +30,7 @@ from ..run.checkpoints import RunCheckpoints
 from ..runtime import mesh
 from .forward import FirstForward
 from .joining import Tensors, different_replica, from_ranks, join, on_all_ranks, plain, rank
-from .reference import remove_dropout
+from .reference import perturb_gradients, perturb_outputs, remove_dropout
 from .settings import Settings
 
 # Bytes of models from which only some elements of each tensor are kept.
@@ -74,6 +75,8 @@ class RecordedRun(RunObserver):
             return
         if not self._settings.dropout:
             remove_dropout(prepared.module)
+        if self._settings.perturb:
+            perturb_outputs(prepared.inner, _computed_in(run))
         if self._steps == 0:
             prefix = _prefix(len(run.objects.models), prepared)
             self._forward.watch(prepared, prefix, run.strategy)
@@ -108,6 +111,8 @@ class RecordedRun(RunObserver):
         if run is None or optimizer not in run.objects.optimizers:
             return
         if closure is None:
+            if self._settings.perturb:
+                perturb_gradients(gradients_of(parameters_of(optimizer)), _computed_in(run))
             gradients: Tensors = {}
             for prefix, prepared in _models(run):
                 if _is_readable(prepared) and prepared.trains_with(optimizer.optimizer):
@@ -300,6 +305,12 @@ def _models(run: RunCheckpoints) -> Iterator[tuple[str, PreparedModel]]:
     """(prefix of names, model)."""
     for index, prepared in enumerate(run.objects.models):
         yield _prefix(index, prepared), prepared
+
+
+def _computed_in(run: RunCheckpoints) -> torch.dtype:
+    """The dtype that rounds more than those of the tensors, if there is one."""
+    dtype: torch.dtype = getattr(run.precision, "dtype", torch.float64)
+    return dtype
 
 
 def _is_readable(prepared: PreparedModel) -> bool:

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -211,8 +212,53 @@ def perturb(model: nn.Module) -> None:
         values = local(parameter.detach())
         if values.is_meta or not (values.is_floating_point() and parameter.requires_grad):
             continue
-        # Replicas are moved alike, whatever the shapes of the other shards.
-        generator = torch.Generator().manual_seed(number)
-        ups = torch.randint(0, 2, values.shape, generator=generator).to(values.device, torch.bool)
-        limits = torch.where(ups, torch.inf, -torch.inf).to(values.dtype)
+        limits = _signs(values, number) * torch.inf
         values.copy_(torch.nextafter(values, limits))
+
+
+def perturb_outputs(model: nn.Module, dtype: torch.dtype) -> None:
+    """Move what each module returns by the rounding of a dtype in training: a layout may compute in another order."""
+    for number, module in enumerate(model.modules()):
+        module.register_forward_hook(functools.partial(_perturb_output, number, dtype))
+
+
+def _perturb_output(
+    number: int, dtype: torch.dtype, module: nn.Module, args: Any, output: Any
+) -> Any:
+    if torch.compiler.is_compiling():
+        return None
+    return map_leaves(functools.partial(_moved_output, number, dtype), output)
+
+
+def _moved_output(number: int, dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    if not (tensor.requires_grad and tensor.is_floating_point()):
+        return tensor
+    values = tensor.detach()
+    # The gradient passes.
+    return tensor + values * _signs(values, number) * _unit(values, dtype)
+
+
+@torch.no_grad()
+def perturb_gradients(gradients: Iterable[torch.Tensor], dtype: torch.dtype) -> None:
+    """Move the elements of gradients by the rounding of their sums, which have another order in a layout.
+
+    Args:
+        gradients: changed in place. Zeros stay: such an element may have no gradient.
+        dtype: in which they are computed.
+    """
+    for number, gradient in enumerate(gradients):
+        values = local(gradient)
+        size = torch.linalg.vector_norm(values) / max(values.numel(), 1) ** 0.5
+        values.add_(size * _unit(values, dtype) * _signs(values, number) * (values != 0))
+
+
+def _unit(values: torch.Tensor, dtype: torch.dtype) -> float:
+    """The relative rounding of values that are computed in a dtype."""
+    return max(torch.finfo(dtype).eps, torch.finfo(values.dtype).eps)
+
+
+def _signs(values: torch.Tensor, seed: int) -> torch.Tensor:
+    """Numbers of 1 and -1. Replicas have the same ones, whatever the shapes of the other shards."""
+    generator = torch.Generator().manual_seed(seed)
+    ups = torch.randint(0, 2, values.shape, generator=generator)
+    return (2 * ups - 1).to(values.device, values.dtype)
