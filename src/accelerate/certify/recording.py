@@ -190,7 +190,7 @@ class RecordedRun(RunObserver):
             if _is_readable(prepared):
                 state = prepared.inner.state_dict()
             else:
-                state = prepared.state_dict()
+                state = prepared.checkpoint_state_dict()
             names = {name for name, _ in named_parameters(prepared.inner, remove_duplicate=False)}
             for name, value in state.items():
                 if not isinstance(value, torch.Tensor) or value.is_meta:
@@ -215,11 +215,11 @@ class RecordedRun(RunObserver):
             self._record(run, "state", dict(_states(optimizer.optimizer, names, prefix)))
             return
         trained = PreparedOptimizer(optimizer, prepared)
-        listed = itertools.chain.from_iterable(trained.group_shapes() or ())
-        state = trained.state_dict().get("state", {})
+        by_position = dict(enumerate(itertools.chain.from_iterable(trained.group_shapes() or ())))
         tensors: Tensors = {}
-        for name, entry in zip(listed, state.values(), strict=False):
-            tensors.update(_numbers(f"{prefix}{name}", entry))
+        for position, entry in trained.state_dict().get("state", {}).items():
+            name = by_position.get(position, f"parameter {position}")
+            tensors.update(_numbers(prefix + name, entry))
         self._record(run, "state", tensors)
 
     def _record(self, run: RunCheckpoints, kind: str, tensors: Tensors) -> None:
@@ -335,7 +335,10 @@ def _states(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, value) of an optimizer's state, and of that of optimizers inside of it."""
     for key, entry in optimizer.state.items():
-        yield from _numbers(prefix + names.get(id(key), str(key)), entry)
+        name = names.get(id(key))
+        if name is None:
+            name = str(key)
+        yield from _numbers(prefix + name, entry)
     for attribute, inner in vars(optimizer).items():
         if is_optimizer(inner) and inner.state is not optimizer.state:
             yield from _states(inner, names, f"{prefix}{attribute} ")
