@@ -8,6 +8,8 @@ import random
 import numpy as np
 import pytest
 import torch
+from rank_pool import on_ranks
+from states import all_ranks
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import (
     BatchSampler,
@@ -284,3 +286,51 @@ def test_dispatched_batches_are_whole(options):
     if not {"even_batches", "exact"} & options.keys():
         expected[-1] += order[: len(expected[-1]) % 2]
     assert actual == expected
+
+
+def hub_stream(length=24, **options):
+    """A stream of the package datasets in 2 shards, whose samples are in both."""
+    datasets = pytest.importorskip("datasets")
+
+    def rows_of(starts):
+        for start in starts:
+            for index in range(start, start + (length if start else 12)):
+                yield {"id": index}
+
+    stream = datasets.IterableDataset.from_generator(rows_of, gen_kwargs={"starts": [0, 100]})
+    return DataLoader(stream.with_format("torch"), 5, **options)
+
+
+ON_RANKS = {
+    "own sampler": (rows(sampler=OwnOrder(23)), {}),
+    "exact": (rows(shuffle=True), {"exact": True}),
+    "dispatched": (rows(21, shuffle=True), {"dispatch_batches": True}),
+    "dispatched, exact": (rows(21), {"dispatch_batches": True, "exact": True}),
+    "dispatched stream": (lambda: DataLoader(Stream(14), 4), {"dispatch_batches": True}),
+    "split stream": (hub_stream, {"dispatch_batches": False}),
+    "split stream, dropped": (lambda: hub_stream(drop_last=True), {"dispatch_batches": False}),
+    "split stream, uneven": (
+        lambda: hub_stream(12),
+        {"dispatch_batches": False, "even_batches": False},
+    ),
+}
+
+
+@on_ranks(2)
+def test_steps_of_real_processes():
+    """Orders that ranks share, batches that one of them reads, and shards of data sets that split themselves."""
+    for kind, (make, options) in ON_RANKS.items():
+        set_seed(0)
+        loader = prepare_data_loader(make(), **options)
+        read = all_ranks(steps_of(loader, lambda: None, 2))
+        actual = steps_of(joined_loader(make, 2, options), lambda: None, 2)
+        for epoch, first, second in zip(actual, *read, strict=True):
+            assert len(epoch) == len(first) == len(second), kind
+            for (batch, _, last), *parts in zip(epoch, first, second, strict=True):
+                counted = [
+                    part
+                    for index, (part, counts, _) in enumerate(parts)
+                    if not options.get("exact") or counts[index]
+                ]
+                assert batch == concatenated(counted), kind
+                assert last == parts[0][2], kind
