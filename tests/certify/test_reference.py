@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is changed in a recorded run: dropout, types, moved parameters, and the layout and the data of a reference."""
 
+import json
+
 import pytest
 import torch
 from states import reset_states
@@ -253,3 +255,23 @@ def test_a_reference_trains_as_a_plain_loop_on_joined_batches(recorded, kind, sh
         for actual, expected in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
         assert optimizer.param_groups[0]["lr"] == pytest.approx(reference.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("place", ["loop", "loss", "nowhere"])
+def test_random_numbers_of_the_loop_are_noted(recorded, tmp_path, place):
+    accelerator = recorded({"steps": 1})
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(TensorDataset(torch.randn(8, 2)), 4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for (x,) in loader:
+        if place == "loop":
+            x = x + torch.randn_like(x)
+        outputs = model(x)
+        if place == "loss":
+            outputs = outputs * torch.rand(1)
+        accelerator.backward(outputs.sum())
+        torch.rand(1)
+        optimizer.step()
+    noted = json.loads((tmp_path / "run.json").read_text())["draws"]
+    assert noted == ([] if place == "nowhere" else ["the training loop"])

@@ -25,19 +25,24 @@ class FirstForward:
 
     Attributes:
         outputs: by the module's name, the first tensor that it has returned.
-        draws: modules that draw random numbers themselves.
+        draws: what draws random numbers itself: names of modules, and the loop between a batch and the backward.
     """
 
     def __init__(self) -> None:
         self.outputs: Tensors = {}
         self.draws: dict[str, None] = {}
         self._handles: list[Any] = []
+        self._device = torch.device("cpu")
+        # Of the random generators when the loop went on after a batch or a forward; None inside of a forward.
+        self._loop_states: list[Any] | None = None
+        self._depth = 0
 
     def watch(self, prepared: PreparedModel, prefix: str, strategy: Strategy) -> None:
         """Watch a model until `stop`."""
         if uncompiled(prepared.module) is not prepared.module:
             # A hook would have it compiled again.
             return
+        self._device = strategy.device
         model = extract_model_from_parallel(prepared.module)
         for name, module in model.named_modules():
             if prepared.template is not None and name:
@@ -47,8 +52,38 @@ class FirstForward:
             self._handles.append(module.register_forward_pre_hook(watched.before_forward))
             self._handles.append(module.register_forward_hook(watched.after_forward))
 
+    def generators(self) -> list[Any]:
+        """The states of the random generators."""
+        states: list[Any] = [capture()]
+        if self._device.type != "cpu":
+            states.append(torch.get_device_module(self._device).get_rng_state().tolist())
+        return states
+
+    def begin_loop(self) -> None:
+        """The loop goes on, with a batch or after a forward."""
+        if self._handles:
+            self._loop_states = self.generators()
+
+    def end_loop(self) -> None:
+        """Note whether the loop has drawn random numbers."""
+        if self._loop_states is not None and self._loop_states != self.generators():
+            self.draws["the training loop"] = None
+        self._loop_states = None
+
+    def enter(self) -> None:
+        """A forward begins."""
+        self.end_loop()
+        self._depth += 1
+
+    def leave(self) -> None:
+        """A forward has ended."""
+        self._depth -= 1
+        if self._depth == 0:
+            self.begin_loop()
+
     def stop(self) -> None:
         """Watch no longer."""
+        self.end_loop()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -67,15 +102,18 @@ class _Module:
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """Note the states of the random generators."""
-        self._states = self._generators()
+        self._forward.enter()
+        self._states = self._forward.generators()
         self._draws = len(self._forward.draws)
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note what the module has returned."""
+        draws_inside = len(self._forward.draws) > self._draws
+        is_drawn = self._states != self._forward.generators()
+        self._forward.leave()
         if not torch.is_grad_enabled():
             return
-        draws_inside = len(self._forward.draws) > self._draws
-        if not draws_inside and self._states != self._generators():
+        if is_drawn and not draws_inside:
             self._forward.draws[self._name] = None
         self._calls += 1
         for tensor in leaves(output):
@@ -85,13 +123,6 @@ class _Module:
                 if full is not None:
                     self._add(full)
                 return
-
-    def _generators(self) -> list[Any]:
-        states: list[Any] = [capture()]
-        device = self._strategy.device
-        if device.type != "cpu":
-            states.append(torch.get_device_module(device).get_rng_state().tolist())
-        return states
 
     def _full(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The tensor of full sequences; None where this rank cannot have it."""

@@ -7,9 +7,10 @@ Every rank takes part. Rank 0 writes one file for each step: names and full tens
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ class RecordedRun(RunObserver):
             tensors += [tensor for tensor in leaves(data) if tensor.ndim]
         # Those of a placeholder, of weight 0, are no samples.
         self._batches.append([tensor.detach().to("cpu", copy=True) for tensor in tensors])
+        self._forward.begin_loop()
 
     def before_backward(self, loss: Any) -> None:
         """What is computed from here on is computed again, or is that of another batch."""
@@ -160,10 +162,15 @@ class RecordedRun(RunObserver):
             # A shard may have read fewer batches, or a placeholder.
             parts = [batches[i] for batches, _ in shards if batches[i : i + 1] not in ([], [[]])]
             for j, tensors in enumerate(zip(*parts, strict=False)):
-                self._tensors[f"batch/{i}.{j}"] = _joined(tensors)
+                self._add_joined(f"batch/{i}.{j}", tensors)
         for name in shards[0][1]:
             tensors = tuple(outputs[name] for _, outputs in shards if name in outputs)
-            self._tensors[f"output/{name}"] = _joined(tensors)
+            self._add_joined(f"output/{name}", tensors)
+
+    def _add_joined(self, name: str, parts: tuple[torch.Tensor, ...]) -> None:
+        # Without those of another length on each rank, which one process pads together.
+        with contextlib.suppress(RuntimeError):
+            self._tensors[name] = torch.cat(parts)
 
     def _record(self, run: RunCheckpoints, kind: str, tensors: Tensors) -> None:
         """Join tensors, and note the first one of which ranks have different copies."""
@@ -241,13 +248,6 @@ def _coordinates(run: RunCheckpoints, index: int) -> dict[str, int]:
         return {"ddp": index}
     places = mesh.coordinates(layout, index)
     return {_DIMENSIONS.get(name, name): place for name, place in places.items()}
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    try:
-        return torch.cat(list(parts))
-    except RuntimeError:
-        return parts[0]
 
 
 def _weighted_mean(shares: Iterable[tuple[float, float]]) -> float:
