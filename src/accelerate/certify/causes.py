@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .comparison import Comparison, factor_of, norm
+from .comparison import Comparison, Difference, factor_of, norm
 
 # By how much two numbers differ that are not the same factor.
 _APART = 1e-2
@@ -29,12 +29,12 @@ class Facts:
     def __init__(self, comparison: Comparison, info: dict[str, Any]) -> None:
         self._comparison = comparison
         self._info = info
-        self.first = comparison.differences[0]
-        self.name = f"{self.first.kind}/{self.first.name}"
+        self.first: Difference = comparison.differences[0]
+        self.name: str = f"{self.first.kind}/{self.first.name}"
         self._expected_step = comparison.reference[self.first.step - 1]
         self._actual_step = comparison.layout[self.first.step - 1]
-        self.processes = int(info.get("processes", 1))
-        self.shards = int(info.get("shards", 1))
+        self.processes: int = int(info.get("processes", 1))
+        self.shards: int = int(info.get("shards", 1))
 
     @functools.cached_property
     def actual(self) -> torch.Tensor:
