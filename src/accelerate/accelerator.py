@@ -37,6 +37,8 @@ from .core.objects import NullContext, computed, forwarded
 from .core.trees import send_to_device
 from .data_loader import prepare_data_loader, skip_first_batches
 from .ledger.recorder import LedgerRecorder
+from .ledger.replayed import ReplayedCheckpoints, ReplayedRun
+from .ledger.replayed import read as read_replay
 from .logging import MultiProcessAdapter, get_logger, print_or_log
 from .optimizer import AcceleratedOptimizer, is_optimizer, parameters_of, plain_optimizer
 from .parallel.base import Bundle, Strategy
@@ -272,8 +274,13 @@ class Accelerator(RunInterface):
         project = project_config or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and project.project_dir is None:
             project.set_directories(project_dir)
+        self._replay = read_replay()
+        log_folder = project.logging_dir
+        if self._replay is not None:
+            telemetry = self._replay.folder
+            log_with = log_folder = None
         with short_traceback:
-            trackers = TrackerGroup(log_with, project.logging_dir)
+            trackers = TrackerGroup(log_with, log_folder)
         self._compose(project, trackers)
         self._loop.add(FirstStepCheck(self._checkpoints))
         plan_file = env.get("ACCELERATE_PLAN_FILE")
@@ -289,6 +296,8 @@ class Accelerator(RunInterface):
             self._loop.add(self._recorder)
             if self._recorder.writer is not None:
                 self._loop.add(LedgerRecorder(self._recorder, self._checkpoints))
+        if self._replay is not None:
+            self._loop.add(ReplayedRun(self._replay, self._checkpoints))
         profile = start_profile(project, self._recorder)
         if profile is not None:
             self._loop.add(profile)
@@ -321,7 +330,10 @@ class Accelerator(RunInterface):
             )
         self._has_guard = guard is not None
         self._trackers = trackers
-        self._checkpoints = RunCheckpoints(
+        checkpoints = RunCheckpoints
+        if self._replay is not None:
+            checkpoints = ReplayedCheckpoints
+        self._checkpoints = checkpoints(
             self._objects,
             self.strategy,
             self.precision,

@@ -32,6 +32,7 @@ COMMANDS = {
     "merge-weights": ("merge", "merge the shards of a saved model"),
     "monitor": ("monitor", "show recorded runs, on a local web page or in the terminal"),
     "plan": ("plan", "estimate memory and time of a training step in each layout"),
+    "replay": ("replay", "make steps of a recorded run again, from the nearest checkpoint"),
     "report": ("report", "summarize a recorded run in one file: HTML, Markdown or JSON"),
     "test": ("test", "check that this installation works on this machine"),
     "to-fsdp2": ("to_fsdp2", "convert a configuration file from FSDP1 to FSDP2"),

@@ -649,6 +649,10 @@ VARIABLES: tuple[Option, ...] = (
         "ACCELERATE_LOG_LEVEL", help="Default of `get_logger(log_level=...)`.", check=_log_level
     ),
     _variable(
+        "ACCELERATE_REPLAY_FILE",
+        help="Set by `accelerate replay`: file with the settings of the process.",
+    ),
+    _variable(
         "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE",
         help="Set in a SageMaker job: its kind of parallelism.",
         choices=tuple(kind.value for kind in SageMakerDistributedType),

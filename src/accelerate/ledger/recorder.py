@@ -36,7 +36,7 @@ from . import rows
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 _PIECE = 1 << 15
 # The beginnings of variables that decide what a script computes.
-_VARIABLES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MIXED_PRECISION", "CUBLAS_")
+ENVIRONMENT = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MIXED_PRECISION", "CUBLAS_")
 _FIELDS = STEP.names or ()
 
 
@@ -187,6 +187,7 @@ class LedgerRecorder(RunObserver):
         run = self._run()
         if run is not None:
             self._add_digests(run, step)
+        self._writer.flush(wait=True)
 
     def loaded(self, path: str, step: int, seconds: float) -> None:
         """Steps after this one are done again."""
@@ -323,12 +324,18 @@ def _description(run: RunCheckpoints) -> dict[str, Any]:
     digest = None
     if script.is_file():
         digest = hashlib.sha256(script.read_bytes()).hexdigest()
+    # Not for a script that is run by its path.
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    module = None
+    if spec is not None:
+        module = spec.name.removesuffix(".__main__")
     environment: dict[str, str] = {}
-    for prefix in _VARIABLES:
+    for prefix in ENVIRONMENT:
         environment.update(env.all_with_prefix(prefix))
     return {
         "time": time.time(),
         "command": [str(script), *sys.argv[1:]],
+        "module": module,
         "script_sha256": digest,
         "folder": os.getcwd(),
         "versions": {

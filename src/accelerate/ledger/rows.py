@@ -120,6 +120,20 @@ class Ledger:
     ranges: Array
     superseded: Array
 
+    def attempt_of(self, step: int) -> dict[str, Any]:
+        """The start of the process that has made a step.
+
+        Raises:
+            ConfigurationError: the ledger has no such step.
+        """
+        numbers = self.steps["step"]
+        for index in self.steps["index"][numbers == step].tolist():
+            if index in self.attempts:
+                return self.attempts[index]
+        raise ConfigurationError(
+            f"{self.folder} has no step {step}: its steps are {numbers.min(initial=1)} to {numbers.max(initial=0)}"
+        )
+
 
 def read(folder: Path) -> Ledger:
     """Read the ledger of a run.
@@ -157,6 +171,19 @@ def read(folder: Path) -> Ledger:
         data.view(RANGE.dtype)[ranges],
         data.view(STEP.dtype)[steps & ~counts],
     )
+
+
+def digests(folder: Path, rank: int) -> dict[tuple[int, int, int], int]:
+    """{(ranks of the run, step, model): digest} of a rank; of a step that was done again the newest."""
+    data = read_rows(rows_file(folder, rank))
+    found: dict[tuple[int, int, int], int] = {}
+    if data is not None:
+        data = data.view(DIGEST.dtype)[data["kind"] == DIGEST.number]
+        for world_size, step, index, digest in data[
+            ["world_size", "step", "index", "digest"]
+        ].tolist():
+            found[world_size, step, index] = digest
+    return found
 
 
 def read_rows(path: Path) -> Array | None:

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process of a replay: it loads a checkpoint, whatever the script asks for, and ends after a step."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import json
+import os
+import statistics
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpointing.loading import LoadReport, load_run
+from ..core import env, json_text, messages
+from ..core.errors import ConfigurationError
+from ..core.observers import RunObserver
+from ..core.trees import leaves, map_leaves
+from ..optimizer import AcceleratedOptimizer
+from ..parallel.gradients import local
+from ..parallel.prepared import PreparedModel
+from ..parallel.unwrap import canonical_name, named_parameters
+from ..run.checkpoints import RunCheckpoints
+from ..state import PartialState
+from ..torch_internals.compiled import uncompiled
+
+# A file with the settings of a replay, in the environment of its processes.
+VARIABLE = "ACCELERATE_REPLAY_FILE"
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """What a process of a replay does.
+
+    Fields:
+        folder: of its records.
+        step: after which it ends.
+        checkpoint: that it loads; None begins as the script does.
+        debugs: open the debugger before the step.
+        dump: folder for the tensors of the step.
+        find: what is searched, "nan" or "spike".
+    """
+
+    folder: str
+    step: int
+    checkpoint: str | None = None
+    debugs: bool = False
+    dump: str | None = None
+    find: str | None = None
+
+    def write(self, path: Path) -> None:
+        """Write the file that `read` reads."""
+        path.write_text(json.dumps(dataclasses.asdict(self)))
+
+
+def read() -> ReplaySettings | None:
+    """The settings of this process; None in a run that is no replay.
+
+    Raises:
+        ConfigurationError: the variable names no such file.
+    """
+    path = env.get(VARIABLE)
+    if path is None:
+        return None
+    try:
+        return ReplaySettings(**json_text.read(path, limit=1 << 16))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigurationError(
+            f"{VARIABLE}={path}: it is not a file that `accelerate replay` wrote ({error}). Unset the variable"
+        ) from None
+
+
+class ReplayedCheckpoints(RunCheckpoints):
+    """Loads the checkpoint of a replay in place of any other, and saves nothing."""
+
+    replay: ReplaySettings
+
+    def save(
+        self, output_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any
+    ) -> str:
+        """The name that the checkpoint would have."""
+        folder, _ = self._checkpoint_folder(output_dir, False)
+        self.project.iteration += 1
+        return str(folder)
+
+    def load(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> LoadReport:
+        """Load the checkpoint of the replay."""
+        self.controller.is_pending = False
+        return super().load(self.replay.checkpoint or input_dir, load_kwargs, **options)
+
+    def _load_newest_if_any(self) -> LoadReport | None:
+        if self.replay.checkpoint is None:
+            return None
+        begin = time.perf_counter()
+        self._before_load()
+        with self._run_state(is_saved=False) as run:
+            report = load_run(run, Path(self.replay.checkpoint), process=PartialState())
+        self._apply(report, "resumed", begin)
+        return report
+
+
+class ReplayedRun(RunObserver):
+    """Watches the steps of a replay, and ends it.
+
+    Args:
+        settings: of the replay.
+        run: with the prepared objects. The reference is weak.
+    """
+
+    def __init__(self, settings: ReplaySettings, run: RunCheckpoints) -> None:
+        self._settings = settings
+        self._run = weakref.ref(run)
+        self._rank = PartialState().process_index
+        self._base = 0  # steps before the checkpoint
+        self._step = 1  # the present one
+        self._batches: list[Any] = []
+        self._losses: list[Any] = []
+        # What is searched: the first value that is not finite, and the norms of each gradient.
+        self._note: dict[str, Any] = {}
+        self._norms: dict[str, list[float]] = {}
+        if isinstance(run, ReplayedCheckpoints):
+            run.replay = settings
+            # Also for a script that does not resume.
+            run.controller.is_pending = settings.checkpoint is not None
+
+    def loaded(self, path: str, step: int, seconds: float) -> None:
+        """Count from the checkpoint."""
+        self._base = step
+        self._step = step + 1
+
+    def after_prepare(self, prepared: Any) -> None:
+        """Watch what the modules of a model return."""
+        if self._settings.find != "nan" or not isinstance(prepared, PreparedModel):
+            return
+        if uncompiled(prepared.module) is prepared.module:
+            for name, module in prepared.inner.named_modules():
+
+                def watch(module: Any, args: Any, output: Any, name: str = name) -> None:
+                    for tensor in leaves(output):
+                        self._check("output of", name, tensor)
+
+                module.register_forward_hook(watch)
+
+    def batch(self, loader: Any, data: Any) -> None:
+        """Open the debugger at the first batch of the step."""
+        if self._step != self._settings.step:
+            return
+        if self._settings.debugs and self._rank == 0 and not self._batches:
+            import pdb
+
+            messages.show(f"step {self._step} begins with this batch; `c` makes the step")
+            # It stops at the next line of the script.
+            pdb.Pdb(skip=["accelerate.*", "torch.*", "contextlib"]).set_trace()
+        self._batches.append(data)
+
+    def after_backward(self, loss: Any, num_items: Any) -> None:
+        """Note the loss."""
+        if isinstance(loss, torch.Tensor):
+            self._losses.append(loss.detach())
+            self._check("loss", "", loss)
+
+    def before_step(
+        self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None
+    ) -> None:
+        """Look at the gradients."""
+        run = self._run()
+        is_last = self._base + optimizer.steps_made + 1 == self._settings.step
+        if run is None or not (self._settings.find or (self._settings.dump and is_last)):
+            return
+        optimizer.unscale()
+        gradients: dict[str, torch.Tensor] = {}
+        for prepared in run.objects.models:
+            if not prepared.trains_with(optimizer.optimizer):
+                continue
+            prepared.reshard()
+            for name, parameter in named_parameters(prepared.inner):
+                if parameter.grad is not None:
+                    gradients[canonical_name(name)] = parameter.grad
+        # A backward begins with the last one.
+        for name, gradient in reversed(gradients.items()):
+            values = local(gradient)
+            self._check("gradient of", name, values)
+            if self._settings.find == "spike":
+                norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
+                self._norms.setdefault(name, []).append(norm)
+        if self._settings.dump and is_last:
+            self._dump(Path(self._settings.dump), gradients)
+
+    def after_step(self, optimizer: AcceleratedOptimizer) -> None:
+        """End the run after the last step."""
+        step = self._base + optimizer.steps_made
+        run = self._run()
+        if step < self._step or run is None:
+            return
+        self._batches, self._losses = [], []
+        self._step = step + 1
+        if step >= self._settings.step:
+            if self._norms:
+                self._note_spike()
+            path = Path(self._settings.folder) / f"note_{self._rank}.json"
+            path.write_text(json.dumps(self._note))
+            run.loop.remove(self)
+            # Blocks that the exception leaves may still communicate.
+            atexit.register(run.end_training)
+            raise SystemExit(0)
+
+    def _check(self, kind: str, name: str, tensor: torch.Tensor) -> None:
+        """Note the first tensor that is not finite, and its rows that are not."""
+        if self._settings.find != "nan" or self._note or not tensor.is_floating_point():
+            return
+        is_finite = local(tensor.detach()).isfinite()
+        if is_finite.all():
+            return
+        self._note = {"step": self._step, "kind": kind, "name": name, "rows": []}
+        if kind == "output of" and tensor.ndim > 1:
+            rows = is_finite.flatten(1).all(dim=1)
+            self._note["rows"] = (~rows).nonzero().flatten().tolist()
+
+    def _note_spike(self) -> None:
+        factors = {}
+        for name, norms in self._norms.items():
+            usual = statistics.median(norms[:-1] or norms)
+            factors[name] = norms[-1] / (usual or 1.0)
+        name = max(factors, key=lambda name: factors[name])
+        self._note = {"step": self._settings.step, "kind": "gradient of", "name": name}
+        self._note["factor"] = factors[name]
+
+    def _dump(self, folder: Path, gradients: dict[str, torch.Tensor]) -> None:
+        # It imports torch's distributed tensors.
+        from ..certify.joining import join
+
+        full = join(gradients)
+        folder.mkdir(parents=True, exist_ok=True)
+        read = [map_leaves(torch.Tensor.cpu, batch) for batch in self._batches]
+        losses = [float(loss) for loss in self._losses]
+        torch.save({"batches": read, "losses": losses}, folder / f"rank_{self._rank:05d}.pt")
+        if self._rank == 0:
+            torch.save(full, folder / "gradients.pt")
+            norms = {name: float(torch.linalg.vector_norm(full[name].double())) for name in full}
+            (folder / "norms.json").write_text(json.dumps(norms, indent=1))
