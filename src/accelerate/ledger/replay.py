@@ -249,7 +249,13 @@ class Replay:
             note = json.loads(path.read_text()) if path.exists() else {}
             if note:
                 notes.append((rank, note))
-        return sorted(notes, key=lambda item: (item[1]["step"], -item[1].get("factor", 0.0)))
+        kinds = ("output of", "loss", "gradient of")
+
+        def place(item: tuple[int, dict[str, Any]]) -> tuple[float, ...]:
+            note = item[1]
+            return note["step"], kinds.index(note["kind"]), -note.get("factor", 0.0)
+
+        return sorted(notes, key=place)
 
     def ranges_of(self, step: int) -> list[str]:
         """What the step has read."""
