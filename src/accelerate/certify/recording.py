@@ -78,13 +78,6 @@ class RecordedRun(RunObserver):
             prefix = contents.model_prefix(len(run.objects.models), prepared)
             self._forward.watch(prepared, prefix, run.strategy)
 
-    def loaded(self, path: str, step: int, seconds: float) -> None:
-        """Move the parameters that were loaded."""
-        run = self._run()
-        if run is not None and self._settings.perturb:
-            for prepared in run.objects.models:
-                perturb(prepared.module)
-
     def batch(self, loader: Any, data: Any) -> None:
         """Note what the loop reads. It may change that in place."""
         tensors: list[torch.Tensor] = []

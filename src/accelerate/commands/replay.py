@@ -104,12 +104,14 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _print_origin(task: Replay, folder: Path) -> None:
-    for rank, note in task.notes(folder)[:1]:
+    for note in task.notes(folder)[:1]:
+        step = int(note["order"][0])
         name = f"{note['kind']} {note['name']}".strip()
-        text = f"step {note['step']}, rank {rank}: the {name} is not finite first"
         if "factor" in note:
-            text = f"step {note['step']}, rank {rank}: the {name} grows most, {note['factor']:.3g} times"
+            text = f"the {name} grows most, {note['factor']:.3g} times"
+        else:
+            text = f"the {name} is not finite first"
         if note.get("rows"):
             text += f", rows {', '.join(map(str, note['rows'][:20]))} of its batch"
-        print(text)
-        print(f"step {note['step']} read: {'; '.join(task.ranges_of(note['step']))}")
+        print(f"step {step}, rank {note['rank']}: {text}")
+        print(f"step {step} read: {'; '.join(task.ranges_of(step))}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -90,18 +91,17 @@ def audit(ledger: Ledger) -> Audit:
     numbers = ledger.steps["step"]
     expected = np.arange(1, numbers.max(initial=0) + 1)
     missing = _spans(np.setdiff1d(expected, numbers))
-    groups: dict[tuple[int, int, int], list[int]] = {}
-    for i, (index, epoch, order) in enumerate(ledger.ranges[["index", "epoch", "order"]].tolist()):
-        groups.setdefault((index, epoch, order), []).append(i)
+    groups: dict[Any, list[int]] = {}
+    for i, key in enumerate(ledger.ranges[["index", "epoch", "order"]].tolist()):
+        groups.setdefault(key, []).append(i)
     epochs: list[Epoch] = []
-    newest: dict[int, Epoch] = {}
+    following: dict[int, Epoch] = {}
     # From the newest one on, as the steps of an epoch end where the next one begins.
-    for key, members in reversed(groups.items()):
-        following = newest.get(key[0])
-        epoch = _epoch(ledger, ledger.ranges[members], following, missing)
-        if following is not None and following.epoch == epoch.epoch:
-            _compare_orders(following)
-        newest[key[0]] = epoch
+    for members in reversed(groups.values()):
+        ranges = ledger.ranges[members]
+        index = int(ranges[0]["index"])
+        epoch = _epoch(ledger, ranges, following.get(index), missing)
+        following[index] = epoch
         epochs.insert(0, epoch)
     redone = _spans(np.unique(ledger.superseded["step"]))
     return Audit(len(ledger.attempts), len(numbers), redone, missing, epochs)
@@ -125,6 +125,8 @@ def _epoch(ledger: Ledger, ranges: Array, following: Epoch | None, missing: list
     of_epoch = numbers >= first_step
     if following is not None:
         of_epoch &= numbers < following.steps[0]
+        if following.epoch == epoch.epoch:
+            _compare_orders(following)
     # A loop that reads a batch ahead has a backward for each batch, later.
     reads_ahead = ledger.steps["backwards"][of_epoch].sum() >= ranges["batches"].sum()
     reached = before = 0

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import platform
-import struct
 import sys
 import time
 import weakref
@@ -307,14 +306,24 @@ def digest_of(module: nn.Module) -> tuple[int, int]:
         if values.is_meta:
             continue
         size += values.nbytes
-        divisor = math.gcd(values.nbytes, int(values.storage_offset()) * values.itemsize)
-        kinds = [kind for kind in _WORDS if divisor % kind.itemsize == 0]
-        for piece in values.view(kinds[0]).split(_PIECE):
+        for piece in _as_words(values).split(_PIECE):
             words = piece.to(torch.int64)
-            sums += [words.sum(), (words * words).sum()]
-    numbers = torch.stack([each.to(sums[-1].device) for each in sums]).tolist()
-    data = struct.pack(f"<{len(numbers)}q", *numbers)
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little"), size
+            sums.append(words.sum())
+            sums.append((words * words).sum())
+    device = sums[-1].device
+    numbers = torch.stack([each.to(device) for each in sums])
+    data = numbers.cpu().numpy().tobytes()
+    digest = hashlib.blake2b(data, digest_size=8).digest()
+    return int.from_bytes(digest, "little"), size
+
+
+def _as_words(values: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor as the largest integers that it consists of."""
+    offset = int(values.storage_offset()) * values.itemsize
+    for kind in _WORDS:
+        if values.nbytes % kind.itemsize == offset % kind.itemsize == 0:
+            return values.view(kind)
+    raise AssertionError
 
 
 def _description(run: RunCheckpoints) -> dict[str, Any]:

@@ -36,6 +36,8 @@ _OF_THE_RUN = (
     recorded.VARIABLE,
     VARIABLE,
 )
+# The beginnings of variables that choose a layout.
+_LAYOUT = ("ACCELERATE_USE_", "FSDP_", "PARALLELISM_CONFIG_")
 # Lines of the log of a replay that has failed.
 _LINES = 20
 # Steps before a spike, and by how many of their deviations it is above their median.
@@ -150,6 +152,9 @@ class Replay:
             variables[recorded.VARIABLE] = str(folder / "certify.json")
             if certify.shards:
                 processes = 1
+                for name in variables:
+                    if name.startswith(_LAYOUT) and name != "ACCELERATE_USE_CPU":
+                        variables[name] = None
         command = [sys.executable]
         if processes > 1:
             command += [
@@ -227,8 +232,8 @@ class Replay:
             ("moved", shards, True),
         ):
             path = folder / name
-            certify = recorded.Settings(str(path), count, joined, perturb, exits=False)
-            self.run(path, certify)
+            certify = recorded.Settings(str(path), count, shards=joined, exits=False)
+            self.run(path, certify, perturb=perturb)
             steps.append(read_steps(path))
         layout, single, moved = steps
         comparison = Comparison(single, layout, moved)
@@ -238,24 +243,19 @@ class Replay:
                 f"step {self.first_step + first.step - 1}: {first.kind} {first.name} differs by {first.error:.3g} "
                 f"(tolerance {first.tolerance:.3g}) {first.reason}"
             )
-        compared = ", ".join(f"{number} of {kind}" for kind, number in comparison.compared.items())
+        compared = ", ".join(f"{item.tensors} of {kind}" for kind, item in comparison.items.items())
         return lines, f"{count} steps on one process ({compared})"
 
-    def notes(self, folder: Path) -> list[tuple[int, dict[str, Any]]]:
-        """(rank, note) of what the ranks have found, the first step first."""
+    def notes(self, folder: Path) -> list[dict[str, Any]]:
+        """What the ranks have found, each with its `rank`, the first in the order of the steps first."""
         notes = []
-        for rank in range(self.attempt["world_size"]):
-            path = folder / f"note_{rank}.json"
-            note = json.loads(path.read_text()) if path.exists() else {}
+        for path in folder.glob("note_*.json"):
+            note = json.loads(path.read_text())
             if note:
-                notes.append((rank, note))
-        kinds = ("output of", "loss", "gradient of")
-
-        def place(item: tuple[int, dict[str, Any]]) -> tuple[float, ...]:
-            note = item[1]
-            return note["step"], kinds.index(note["kind"]), -note.get("factor", 0.0)
-
-        return sorted(notes, key=place)
+                note["rank"] = int(path.stem.removeprefix("note_"))
+                notes.append(note)
+        notes.sort(key=lambda note: [*note["order"], note["rank"]])
+        return notes
 
     def ranges_of(self, step: int) -> list[str]:
         """What the step has read."""

@@ -45,6 +45,7 @@ class ReplaySettings:
         debugs: open the debugger before the step.
         dump: folder for the tensors of the step.
         find: what is searched, "nan" or "spike".
+        perturb: move the parameters that are loaded by one unit in the last place.
     """
 
     folder: str
@@ -53,6 +54,7 @@ class ReplaySettings:
     debugs: bool = False
     dump: str | None = None
     find: str | None = None
+    perturb: bool = False
 
     def write(self, path: Path) -> None:
         """Write the file that `read` reads."""
@@ -138,6 +140,13 @@ class ReplayedRun(RunObserver):
         """Count from the checkpoint."""
         self._base = step
         self._step = step + 1
+        run = self._run()
+        if run is not None and self._settings.perturb:
+            # It imports torch's distributed tensors.
+            from ..certify.reference import perturb
+
+            for prepared in run.objects.models:
+                perturb(prepared.module)
 
     def after_prepare(self, prepared: Any) -> None:
         """Watch what the modules of a model return."""
@@ -222,7 +231,9 @@ class ReplayedRun(RunObserver):
         is_finite = local(tensor.detach()).isfinite()
         if is_finite.all():
             return
-        self._note = {"step": self._step, "kind": kind, "name": name, "rows": []}
+        # In the order of a step.
+        place = ("output of", "loss", "gradient of").index(kind)
+        self._note = {"order": [self._step, place], "kind": kind, "name": name, "rows": []}
         if kind == "output of" and tensor.ndim > 1:
             rows = is_finite.flatten(1).all(dim=1)
             self._note["rows"] = (~rows).nonzero().flatten().tolist()
@@ -233,8 +244,12 @@ class ReplayedRun(RunObserver):
             usual = statistics.median(norms[:-1] or norms)
             factors[name] = norms[-1] / (usual or 1.0)
         name = max(factors, key=lambda name: factors[name])
-        self._note = {"step": self._settings.step, "kind": "gradient of", "name": name}
-        self._note["factor"] = factors[name]
+        self._note = {
+            "order": [self._settings.step, -factors[name]],
+            "kind": "gradient of",
+            "name": name,
+            "factor": factors[name],
+        }
 
     def _dump(self, folder: Path, gradients: dict[str, torch.Tensor]) -> None:
         # It imports torch's distributed tensors.
