@@ -67,8 +67,8 @@ class Replay:
     is_single: bool = False
 
     def __post_init__(self) -> None:
-        self.attempt = self.ledger.attempt_of(self.step)
-        self.first_step = 1
+        self.attempt: dict[str, Any] = self.ledger.attempt_of(self.step)
+        self.first_step: int = 1
         self.checkpoint: Path | None = None
         if not self.from_start:
             self.checkpoint, before = self._nearest_checkpoint()
