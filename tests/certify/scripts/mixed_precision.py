@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forward in bfloat16 by autocast.
-
-Certified in ddp:2.
-"""
+"""A forward in bfloat16 by autocast. The gradients of each process are rounded to it before they are averaged."""
 
 import torch
 from models import Decoder, Documents, loss_of
