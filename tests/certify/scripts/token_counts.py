@@ -16,7 +16,7 @@ def main() -> None:
     set_seed(0)
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = Decoder().double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loader = DataLoader(Documents(64, is_padded=True), batch_size=4, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for _ in range(2):

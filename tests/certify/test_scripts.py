@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scripts that docs/exactness.md links: each is certified in the layouts that it names."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import certified
+import pytest
+
+from accelerate.certify.certificate import CODES
+from accelerate.state import PartialState
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PAGE = Path(__file__).parents[2] / "docs" / "exactness.md"
+
+
+def named_layouts() -> dict[str, list[str]]:
+    """Layout -> the names of the scripts that are certified in it."""
+    layouts: dict[str, list[str]] = {}
+    for path in sorted(SCRIPTS.glob("*.py")):
+        stated = re.search(r"Certified in (.*)\.\n", path.read_text())
+        for layout in stated[1].split() if stated else ():
+            layouts.setdefault(layout, []).append(path.stem)
+    return layouts
+
+
+LAYOUTS = named_layouts()
+
+
+def record(names: list[str], folder: Path, runs: dict[str, dict[str, Any]]) -> None:
+    """Run on each rank."""
+    sys.path.insert(0, str(SCRIPTS))
+    certified.record([program(name) for name in names], folder, runs)
+
+
+def program(name: str) -> Callable[[], None]:
+    def run() -> None:
+        PartialState(cpu=True)
+        runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
+
+    run.__name__ = name
+    return run
+
+
+def test_each_script_of_the_page_names_its_layouts() -> None:
+    linked = set(re.findall(r"certify/scripts/(\w+)\.py", PAGE.read_text()))
+    assert linked == set().union(*LAYOUTS.values())
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_scripts_are_equal(ranks: Any, tmp_path: Path, layout: str) -> None:
+    rows = certified.verdicts(ranks, record, LAYOUTS[layout], layout, tmp_path, 4)
+    alarms = [f"{name}: {row.text()}" for name, row in rows.items() if CODES[row.verdict]]
+    assert not alarms, "\n".join(alarms)
