@@ -145,7 +145,7 @@ def check(what, accelerator, model, optimizer, expected):
     parameters, entries, rates = expected
     if accelerator.num_processes > 1:
         state = accelerator.get_state_dict(model)
-        own = accelerator.prepared_model(model).optimizer_state_dict(optimizer.optimizer)
+        own = accelerator.prepared_model(model).prepared_optimizer(optimizer.optimizer).state_dict()
     else:
         state, own = model.state_dict(), optimizer.state_dict()
     assert torch.allclose(

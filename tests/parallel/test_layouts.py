@@ -215,16 +215,14 @@ def test_what_one_layout_has_saved_another_loads(into, tmp_path):
     parts = prepared(accelerator, seed=0)
     train(accelerator, parts, steps=4)
     accelerator.save_state(tmp_path)
-    saved = accelerator.prepared_model(parts[0]).optimizer_state_dict(parts[1].optimizer)
+    saved = accelerator.prepared_model(parts[0]).prepared_optimizer(parts[1].optimizer).state_dict()
     expected, _ = plain(steps=4)
     accelerator = start(LAYOUTS[into])
     parts = prepared(accelerator, seed=5)
     accelerator.load_state(tmp_path)
     model, optimizer = parts[0], parts[1].optimizer
     compare_state(accelerator, model, expected)
-    own = accelerator.prepared_model(model).optimizer_state_dict(
-        getattr(optimizer, "optimizer", optimizer)
-    )
+    own = accelerator.prepared_model(model).prepared_optimizer(optimizer).state_dict()
     if accelerator.is_main_process:
         torch.testing.assert_close(own["state"], saved["state"], rtol=0, atol=0)
         assert own["param_groups"][0]["lr"] == saved["param_groups"][0]["lr"]

@@ -233,11 +233,11 @@ def run(accelerator, case, name):
 
     train(model, optimizer, loss_and_backward)
     state = accelerator.get_state_dict(model)
-    own = accelerator.prepared_model(model).optimizer_state_dict(optimizer.optimizer)
+    own = accelerator.prepared_model(model).prepared_optimizer(optimizer.optimizer).state_dict()
     other_model, other = accelerator.prepare(*make(case, name, seed=3))
     prepared = accelerator.prepared_model(other_model)
-    prepared.load_optimizer_state_dict(other.optimizer, own)
-    return state, own, prepared.optimizer_state_dict(other.optimizer)
+    prepared.prepared_optimizer(other.optimizer).load_state_dict(own)
+    return state, own, prepared.prepared_optimizer(other.optimizer).state_dict()
 
 
 def is_refused(layout, case, name):

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpointing.run_state import state_template
 from ..core.modules import class_name
 from ..core.trees import children
 from ..optimizer import AcceleratedOptimizer, is_optimizer, parameters_of
-from ..parallel.prepared import PreparedModel, PreparedOptimizer
+from ..parallel.prepared import PreparedModel
 from ..parallel.sharded import ShardedModel
 from ..parallel.unwrap import canonical_name, named_parameters
 from ..run.objects import RunObjects
@@ -39,7 +40,7 @@ def size_of(objects: RunObjects) -> int:
     """Bytes of all models."""
     size = 0
     for prepared in objects.models:
-        for value in prepared.state_template.state_dict().values():
+        for value in state_template(prepared).state_dict().values():
             if isinstance(value, torch.Tensor):
                 size += value.nbytes
     return size
@@ -110,7 +111,7 @@ def optimizer_state(objects: RunObjects, optimizer: AcceleratedOptimizer) -> Ten
         for position, foreign in enumerate(parameters_of(optimizer)):
             names.setdefault(id(foreign), f"parameter {position}")
         return dict(_entries(optimizer.optimizer, names, prefix))
-    full = PreparedOptimizer(optimizer, prepared)
+    full = prepared.prepared_optimizer(optimizer)
     groups = full.group_shapes() or []
     by_position = dict(enumerate(itertools.chain.from_iterable(groups)))
     tensors: Tensors = {}

@@ -30,7 +30,7 @@ from ..parallel.adapters import (
     config_text,
 )
 from ..parallel.materialize import from_first, named_parameters, named_tensors
-from ..parallel.prepared import GroupShapes, PreparedModel, PreparedOptimizer
+from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from ..parallel.sharded import ShardedModel
 from ..parallel.unwrap import is_peft_model
 from ..state import PartialState
@@ -39,7 +39,7 @@ from .checksums import checksums, differing
 from .files import Segment, host_view, segments
 from .gathering import PlacesByRank, gather_on_host
 from .layout import CheckpointMismatch, numbered
-from .run_state import RunState
+from .run_state import RunState, state_template
 from .source import CheckpointReader, ModelWeights, weights_file
 from .weights import is_writer
 
@@ -72,9 +72,9 @@ class AdapterModel(PreparedModel):
         self.layout = layout
         self.names = names
         self.is_partial: bool = prepared.is_partial
-        self._device: torch.device | None = None
+        self.device: torch.device | None = None
         if prepared.is_partial:
-            self._device = getattr(prepared, "device", None)
+            self.device = getattr(prepared, "device", None)
 
     @classmethod
     def of(cls, prepared: PreparedModel, known: AdapterLayout | None) -> AdapterModel | None:
@@ -135,21 +135,22 @@ class AdapterModel(PreparedModel):
     def _compute_base(self) -> None:
         """Compute the checksums of the base, for which ranks communicate. Each rank reads its shards."""
         self.layout.versions = [version_of(parameter) for parameter in self._frozen.values()]
-        self.layout.base = checksums(self._frozen, self._device)
+        self.layout.base = checksums(self._frozen, self.device)
 
     def _check_base(self) -> None:
         """Compute the checksums again where a rank has written its parameters since."""
         versions = [version_of(parameter) for parameter in self._frozen.values()]
         is_written = versions != self.layout.versions
-        if self._device is not None:
-            written = torch.tensor(int(is_written), device=self._device)
+        if self.device is not None:
+            written = torch.tensor(int(is_written), device=self.device)
             dist.all_reduce(written, dist.ReduceOp.MAX)
             is_written = bool(written)
         if is_written or not self.layout.base:
             self._compute_base()
 
     @functools.cached_property
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of the adapters by their names in the model, with the shapes of the plain model."""
         self.prepared.reshard()
         tensors = dict(named_tensors(self.inner, remove_duplicate=False))
         names = itertools.chain.from_iterable(entries.values() for entries in self.names.values())
@@ -160,10 +161,6 @@ class AdapterModel(PreparedModel):
         self.prepared.reshard()
         self._compute_base()
 
-    def saved_entries(self) -> dict[str, torch.Tensor]:
-        """The tensors of the adapters by their names in the model, with the shapes of the plain model."""
-        return self._tensors
-
     def checkpoint_state_dict(self) -> dict[str, Any]:
         """The adapters under the names of the model: if `is_partial`, on the host of rank 0, empty on other ranks.
 
@@ -173,13 +170,13 @@ class AdapterModel(PreparedModel):
         self.prepared.reshard()
         self._check_base()
         with torch.inference_mode(False), torch.no_grad():
-            tensors = self._tensors
-            if self._device is None:
+            tensors = self.tensors
+            if self.device is None:
                 return dict(tensors)
-            trained = checksums(tensors, self._device)
-            joined = gather_on_host(tensors, self._device, self.layout.places)
+            trained = checksums(tensors, self.device)
+            joined = gather_on_host(tensors, self.device, self.layout.places)
             wrong = [name for name, text in checksums(joined).items() if text != trained[name]]
-            wrong = from_first(wrong, self._device)
+            wrong = from_first(wrong, self.device)
             if wrong:
                 raise CheckpointError(
                     f"the adapter was not saved: {', '.join(wrong[:5])} as collected on rank 0 is not what the ranks "
@@ -191,29 +188,35 @@ class AdapterModel(PreparedModel):
         """Take the adapters' tensors, by their names in the model. Every rank calls it."""
         self.prepared.load_state_dict(state, strict=False)
 
-    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's full state: if `is_partial`, on the host of rank 0, empty on other ranks."""
-        if self._device is None:
-            return self.prepared.optimizer_state_dict(optimizer)
-        self.prepared.reshard()
-        state = optimizer.state_dict()
+    def prepared_optimizer(self, optimizer: Any) -> PreparedOptimizer:
+        """An optimizer that trains the adapters."""
+        if self.device is None:
+            return PreparedOptimizer(optimizer, self)
+        return AdapterOptimizer(optimizer, self)
+
+
+class AdapterOptimizer(PreparedOptimizer):
+    """An optimizer of sharded adapters."""
+
+    model: AdapterModel
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's full state: on the host of rank 0, empty on other ranks."""
+        device = self.model.device
+        assert device is not None
+        self.model.prepared.reshard()
+        state = self.inner.state_dict()
         tensors = {str(n): tensor for n, tensor in enumerate(leaves(state))}
-        joined = gather_on_host(tensors, self._device, self.layout.places)
+        joined = gather_on_host(tensors, device, self.model.layout.places)
         if dist.get_rank() != 0:
             return {}
         ordered = [joined[name] for name in tensors]
         gathered: dict[str, Any] = replace_leaves(state, ordered)
         return gathered
 
-    def load_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> None:
-        """Take a full optimizer state."""
-        self.prepared.load_optimizer_state_dict(optimizer, state)
-
-    def optimizer_group_shapes(self, optimizer: torch.optim.Optimizer) -> GroupShapes | None:
-        """Names and shapes in each group of the optimizer."""
-        return self.prepared.optimizer_group_shapes(optimizer)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a full state, which only rank 0 needs to have; every rank calls it."""
+        self.model.prepared.prepared_optimizer(self.optimizer).load_state_dict(state)
 
 
 def with_adapters(
@@ -237,8 +240,10 @@ def with_adapters(
         return None
     optimizers = []
     for trained in run.optimizers:
-        owner = adapters.get(trained.model, trained.model)
-        optimizers.append(PreparedOptimizer(trained.optimizer, owner))
+        owner = adapters.get(trained.model)
+        if owner is not None:
+            trained = owner.prepared_optimizer(trained.optimizer)
+        optimizers.append(trained)
     return replace(run, models=parts, optimizers=optimizers, sharded=None, entire=run)
 
 
@@ -313,6 +318,11 @@ class AdapterWeights(ModelWeights):
             notes.append(text)
         return notes + super().compare(index, part, strict)
 
+    def present_entries(self, part: PreparedModel) -> Mapping[str, object]:
+        """The tensors of the adapters."""
+        assert isinstance(part, AdapterModel)
+        return part.tensors
+
 
 def adapter_weights(source: CheckpointReader, index: int, row: JSONObject) -> AdapterWeights:
     """The adapters of a checkpoint. Raises CheckpointMismatch where the run's model does not have adapters only."""
@@ -321,7 +331,7 @@ def adapter_weights(source: CheckpointReader, index: int, row: JSONObject) -> Ad
     if not isinstance(part, AdapterModel):
         raise CheckpointMismatch(
             f"{folder} has the adapters ({', '.join(row['adapters'])}) of model {index} without its base. Prepare the "
-            f"PeftModel with a frozen base, and not a {type(part.state_template).__name__}, whose weights all train"
+            f"PeftModel with a frozen base, and not a {type(state_template(part)).__name__}, whose weights all train"
         )
     shapes: dict[str, tuple[int, ...] | None] = {}
     reads: list[tuple[Mapping[str, str], Callable[[], Mapping[str, object]]]] = []

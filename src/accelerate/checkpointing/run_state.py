@@ -18,7 +18,9 @@ import torch
 from ..core.devices import accelerator_type, module_of
 from ..core.errors import CheckpointError
 from ..core.json_text import JSONObject
+from ..parallel import prepared
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
+from ..parallel.unwrap import extract_model_from_parallel
 
 if TYPE_CHECKING:
     from .sharded import ShardedState  # slow to import, and not needed for an unsharded run
@@ -174,6 +176,11 @@ def _python_state(state: Sequence[Iterable[object]]) -> tuple[object, ...]:
     return (state[0], tuple(state[1]), state[2])
 
 
+def state_template(part: PreparedModel) -> torch.nn.Module:
+    """A module whose `state_dict()` has the names and shapes of the user's model; it need not have storage."""
+    return part.template or extract_model_from_parallel(part.module, keep_torch_compile=False)
+
+
 class ModelGradients(HasState, Protocol):
     """The gradients of a model as a state."""
 
@@ -203,16 +210,20 @@ class RankState:
 
     def state_dict(self) -> StateDict:
         """Return the state of this rank as plain data."""
-        states = [model.rank_state() for model in self.models]
-        own = [state for state in states if state is not None]
+        states = [part.state_dict() for part in self._parts()]
         window = None
         if self.gradients is not None:
             window = {"gradients": self.gradients.state_dict(), "items": self.items.state_dict()}
         return {
             "layout": self.layout,
             "window": window,
-            "strategy": {"models": own} if own else {},
+            "strategy": {"models": states} if states else {},
         }
+
+    def _parts(self) -> list[prepared.RankState]:
+        """What prepared models keep on this process."""
+        states = [model.rank_state for model in self.models]
+        return [state for state in states if state is not None]
 
     def check_state_dict(self, state: StateDict) -> None:
         """Raise CheckpointError for a state that `load_state_dict` cannot take. Every rank calls it."""
@@ -221,11 +232,10 @@ class RankState:
         window = state["window"]
         if window is not None and self.gradients is not None:
             self.gradients.check_state_dict(window["gradients"])
-        own = [model for model in self.models if model.rank_state() is not None]
-        saved = state["strategy"].get("models", ())
-        if len(own) != len(saved):
+        saved, present = state["strategy"].get("models", ()), self._parts()
+        if len(present) != len(saved):
             raise CheckpointError(
-                f"{len(saved)} models with a state of each rank were saved, and {len(own)} are here"
+                f"{len(saved)} models with a state of each rank were saved, and {len(present)} are here"
             )
 
     def load_state_dict(self, state: StateDict) -> list[str]:
@@ -242,9 +252,9 @@ class RankState:
         if window is not None and self.gradients is not None:
             self.gradients.load_state_dict(window["gradients"])
             self.items.load_state_dict(window["items"])
-        own = [model for model in self.models if model.rank_state() is not None]
-        for model, saved in zip(own, state["strategy"].get("models", ()), strict=True):
-            model.load_rank_state(saved)
+        saved_states = state["strategy"].get("models", ())
+        for part, saved in zip(self._parts(), saved_states, strict=True):
+            part.load_state_dict(saved)
         return []
 
 

@@ -75,7 +75,7 @@ from .layout import (
     set_aside,
     stamp,
 )
-from .run_state import RunState, StateDict
+from .run_state import RunState, StateDict, state_template
 
 if TYPE_CHECKING:
     from .writer import Writer
@@ -610,7 +610,7 @@ def _about(part: PreparedModel) -> JSONObject:
     of a model of peft, those of its adapters too.
     """
     about: JSONObject = {
-        "class": type(part.state_template).__qualname__,
+        "class": type(state_template(part)).__qualname__,
         "sharded": part.saves_shards,
     }
     model: Any = extract_model_from_parallel(part.module, keep_torch_compile=False)

@@ -49,7 +49,7 @@ from .layout import (
     rank_document_name,
     read_manifest,
 )
-from .run_state import RunState, StateDict, seeded
+from .run_state import RunState, StateDict, seeded, state_template
 
 T = TypeVar("T")
 
@@ -169,7 +169,7 @@ class CheckpointReader:
             read_optimizer,
         )
 
-        models = [part.state_template for part in self.run.models]
+        models = [state_template(part) for part in self.run.models]
         state = read_optimizer(shards, item.inner, models, item.group_shapes())
         return lambda: state
 
@@ -496,15 +496,20 @@ class ModelWeights:
             if is_fsdp1(part.module):
                 return []  # its parameters are flattened: only its own loader knows their names
         saved = _plain_names({**self.shapes, **dict.fromkeys(self.extra)})
-        self.differences = compare_names(saved, _plain_names(part.saved_entries()))
+        self.differences = compare_names(saved, _plain_names(self.present_entries(part)))
         if self.differences and strict:
             raise CheckpointMismatch(
-                f"{self.path} does not fit model {index} ({class_name(part.state_template)}): {self.differences}. "
+                f"{self.path} does not fit model {index} ({class_name(state_template(part))}): {self.differences}. "
                 "Nothing was loaded. Build the model as it was saved, or pass strict=False to load what fits."
             )
         if self.differences:
             return [f"model {index}: {self.differences}"]
         return []
+
+    def present_entries(self, part: PreparedModel) -> Mapping[str, object]:
+        """The entries of a model, with the shapes of the user's; they need not have storage."""
+        entries: dict[str, object] = state_template(part).state_dict()
+        return entries
 
     def load(self, part: PreparedModel, strict: bool) -> None:
         """Load the weights into a model."""

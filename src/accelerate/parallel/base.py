@@ -86,7 +86,6 @@ class Strategy:
         name: as `explain` prints it.
         api_method: the method of `Accelerator` that packages replace to lay out models otherwise; None without one.
         api_function: the function that they replace to shard one model, and its module; None without one.
-        shards_parameters: whether optimizers step shards of parameters (DTensors).
         divides_loss: whether the caller divides a loss by the steps of its accumulation window before `backward`.
         joins: whether `join` lets processes run out of batches at different times.
         has_replicas: whether each of several processes has a whole model, which it can train without the others.
@@ -99,7 +98,6 @@ class Strategy:
     name = "single process"
     api_method: str | None = None
     api_function: str | None = None
-    shards_parameters = False
     divides_loss = True
     joins = False
     has_replicas = False
@@ -138,6 +136,9 @@ class Strategy:
     def prepare_together(self, objects: list[object], split_batches: bool = False) -> list[object]:
         """Called first with all objects of one `prepare`: returns them, with replacements for those made together."""
         return objects
+
+    def lay_out_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the step of parameters that this layout has replaced that of a single process."""
 
     def prepare(self, bundle: Bundle) -> list[PreparedModel]:
         """Lay out each model of the bundle. The optimizers' parameters stay the same objects."""

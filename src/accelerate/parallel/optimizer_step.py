@@ -75,12 +75,7 @@ def build_step(
         offload_chunk: keep the state in host memory, and stream this many bytes at a time; None: do not.
     """
     # 1. The step of shards is that of a single process, and uses no stale unsharded parameters.
-    if strategy.shards_parameters:
-        # Imports DTensor.
-        from .sharded_optimizer import lay_out_step, reshard_before_step
-
-        lay_out_step(optimizer)
-        reshard_before_step(optimizer, strategy.prepared)
+    strategy.lay_out_step(optimizer)
     # 2. It updates fp32 master weights, which are rounded into the parameters.
     strategy.precision.attach_master_weights(optimizer)
     # 3. It is divided, and its state is on the device for that time only.

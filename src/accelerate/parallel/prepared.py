@@ -8,7 +8,7 @@ for one model. Nothing is looked up by a model's identity, and everything is fre
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
@@ -39,6 +39,16 @@ class WindowGradients(Protocol):
         """Replace all gradients by those of `state_dict`."""
 
 
+class RankState(Protocol):
+    """State of one rank, as plain data, which the same rank of a run of the same layout loads."""
+
+    def state_dict(self) -> dict[str, object]:
+        """This rank's state."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the state by that of `state_dict`."""
+
+
 class PreparedModel:
     """A model of which this process has all parameters.
 
@@ -48,7 +58,7 @@ class PreparedModel:
     """
 
     # Whether this process has only some of the parameters, or shards of them. Every rank then takes part in saving and
-    # loading a full state; otherwise a state is loaded into the tensors of `state_template` in place.
+    # loading a full state; otherwise a state is loaded into the tensors of the user's model in place.
     is_partial = False
     # Whether a checkpoint stores this model's state as shards, written by each rank.
     saves_shards = False
@@ -77,11 +87,6 @@ class PreparedModel:
         return None
 
     @property
-    def state_template(self) -> nn.Module:
-        """A module whose `state_dict()` has the names and shapes of the user's model; it need not have storage."""
-        return self.template or extract_model_from_parallel(self.module, keep_torch_compile=False)
-
-    @property
     def is_outgrown(self) -> bool:
         """Whether other parameters train than when the model was prepared, so that it must be prepared again."""
         return False
@@ -89,10 +94,6 @@ class PreparedModel:
     def new_parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters, by name, that were added since `prepare` and that the layout does not train."""
         return {}
-
-    def units(self) -> Iterable[nn.Module]:
-        """The modules that contain the FSDP2 units."""
-        return ()
 
     # -- the step
 
@@ -127,20 +128,16 @@ class PreparedModel:
             state[canonical_name(name)] = state.pop(name)
         return state
 
-    def saved_entries(self) -> Mapping[str, object]:
-        """The entries that a checkpoint stores, with the shapes of the user's model; they need not have storage."""
-        entries: dict[str, object] = self.state_template.state_dict()
-        return entries
-
     def checkpoint_state_dict(self) -> dict[str, Any]:
         """The full state that a checkpoint stores; every rank calls it, rank 0 writes it."""
         return self.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Take a full state; every rank calls it."""
-        names = {canonical_name(name): name for name in self.state_template.state_dict()}
+        model = extract_model_from_parallel(self.module, keep_torch_compile=False)
+        names = {canonical_name(name): name for name in model.state_dict()}
         named = {names.get(name, name): value for name, value in state.items()}
-        self.state_template.load_state_dict(named, strict=strict)
+        model.load_state_dict(named, strict=strict)
 
     def accumulated_gradients(self) -> WindowGradients | None:
         """The gradients of an unfinished accumulation window.
@@ -149,12 +146,10 @@ class PreparedModel:
         """
         return None
 
-    def rank_state(self) -> dict[str, object] | None:
-        """State that differs on each rank beyond the parameters, as plain data; None where there is none."""
+    @property
+    def rank_state(self) -> RankState | None:
+        """State that differs on each rank beyond the parameters; None where there is none."""
         return None
-
-    def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        """Take what `rank_state` gave on this rank of a run of the same layout."""
 
     # -- its optimizer
 
@@ -163,19 +158,9 @@ class PreparedModel:
         stepped = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         return not set(map(id, stepped)).isdisjoint(map(id, self.module.parameters()))
 
-    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The optimizer's full state, as `optimizer.state_dict()` of a single process; every rank calls it."""
-        return optimizer.state_dict()
-
-    def load_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> None:
-        """Take a full optimizer state; every rank calls it."""
-        optimizer.load_state_dict(dict(state))
-
-    def optimizer_group_shapes(self, optimizer: torch.optim.Optimizer) -> GroupShapes | None:
-        """Names and shapes in each group; None where the optimizer's own parameters have these shapes."""
-        return None
+    def prepared_optimizer(self, optimizer: Any) -> PreparedOptimizer:
+        """An optimizer of this model, which may be the prepared one: it knows how the state is laid out."""
+        return PreparedOptimizer(optimizer, self)
 
     def release(self) -> None:
         """Free what other libraries keep for this model."""
@@ -194,7 +179,7 @@ def added_parameter(prepared: PreparedModel, name: str) -> PrepareError:
 
 
 class PreparedOptimizer:
-    """An optimizer of a run and the prepared model whose parameters it steps.
+    """An optimizer of a run, of which this process has all state, and the prepared model whose parameters it steps.
 
     Args:
         optimizer: the plain optimizer or the prepared one around it.
@@ -222,22 +207,15 @@ class PreparedOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """The full state, as that of a single process; every rank calls it."""
-        if self.model is None or not self.model.is_partial:
-            state: dict[str, Any] = self.optimizer.state_dict()
-            return state
-        return self.model.optimizer_state_dict(self.inner)
+        state: dict[str, Any] = self.optimizer.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a full state; every rank calls it."""
-        if self.model is None or not self.model.is_partial:
-            self.optimizer.load_state_dict(state)
-        else:
-            self.model.load_optimizer_state_dict(self.inner, state)
+        self.optimizer.load_state_dict(state)
 
     def group_shapes(self) -> GroupShapes | None:
         """Names and shapes in each group; None where the optimizer's own parameters have these shapes."""
-        if self.model is not None and self.is_partial:
-            return self.model.optimizer_group_shapes(self.inner)
         return None
 
     def describe(self) -> dict[str, Any]:

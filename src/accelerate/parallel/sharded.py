@@ -38,8 +38,14 @@ from .base import Bundle, Strategy
 from .context.region import ContextParallel
 from .fsdp import state as fsdp_state
 from .gradients import AgreeingScaler, GradientReducer
-from .prepared import PreparedModel
-from .sharded_optimizer import ParameterPlaces, Replacements, check_trained, reshard_before_step
+from .prepared import PreparedModel, PreparedOptimizer
+from .sharded_optimizer import (
+    ParameterPlaces,
+    Replacements,
+    check_trained,
+    lay_out_step,
+    reshard_before_step,
+)
 from .unwrap import require_state_dict
 
 logger: MultiProcessAdapter = get_logger(__name__)
@@ -125,26 +131,34 @@ class ShardedModel(PreparedModel):
         """Load a full state, which only rank 0 needs to have; every rank calls it."""
         fsdp_state.load_full_model_state(self.inner, state, self.device, strict)
 
-    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The full state as that of a single process: on rank 0, empty on the other ranks."""
-        return fsdp_state.full_optimizer_state(self.inner, optimizer)
-
-    def load_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, state: Mapping[str, object]
-    ) -> None:
-        """Load the optimizer state of a single process, which only rank 0 needs to have; every rank calls it."""
-        fsdp_state.load_full_optimizer_state(self.inner, optimizer, state)
-
     def accumulated_gradients(self) -> AccumulatedGradients | None:
         """The gradients of an unfinished window, sharded and unsharded."""
         self.reshard()
         return AccumulatedGradients(self.inner)
 
+    def prepared_optimizer(self, optimizer: Any) -> PreparedOptimizer:
+        """An optimizer whose state is sharded."""
+        return ShardedOptimizer(optimizer, self)
+
+
+class ShardedOptimizer(PreparedOptimizer):
+    """An optimizer of a `ShardedModel`."""
+
+    model: ShardedModel
+
+    def state_dict(self) -> dict[str, Any]:
+        """The full state as that of a single process: on rank 0, empty on the other ranks."""
+        return fsdp_state.full_optimizer_state(self.model.inner, self.inner)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the optimizer state of a single process, which only rank 0 needs to have; every rank calls it."""
+        fsdp_state.load_full_optimizer_state(self.model.inner, self.inner, state)
+
 
 class ShardedStrategy(Strategy):
     """Parameters become DTensors on one mesh; optimizers made before that are re-pointed by identity."""
 
-    shards_parameters = True
+    shards_parameters = True  # whether optimizers step shards of parameters (DTensors)
 
     def __init__(
         self, device: torch.device, precision: Precision, layout: ParallelismConfig | None = None
@@ -201,11 +215,17 @@ class ShardedStrategy(Strategy):
             self.prepared.add([prepared])
         for optimizer in bundle.earlier:
             if self.replacements.repoint(optimizer):
-                reshard_before_step(optimizer, prepared_models)
+                reshard_before_step(optimizer, units_of(prepared_models))
         for optimizer in bundle.optimizers:
             self.replacements.repoint(optimizer)
         check_trained(bundle, prepared_models, self.prepared)
         return prepared_models
+
+    def lay_out_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the step of shards that of a single process, without stale unsharded parameters."""
+        if self.shards_parameters:
+            lay_out_step(optimizer)
+            reshard_before_step(optimizer, units_of(self.prepared))
 
     def join(
         self, joinables: Sequence[object], loaders: Sequence[object], even_batches: bool | None
@@ -228,9 +248,7 @@ class ShardedStrategy(Strategy):
             else contextlib.nullcontext()
         )
         if isinstance(loss, DTensor):
-            units: list[nn.Module] = []
-            for prepared in self.prepared:
-                units += prepared.units()
+            units = units_of(self.prepared)
             shards = {sharded_parameter(shard).device_mesh for shard in shards_of(units)}  # type: ignore[attr-defined]
             if loss.device_mesh in shards:
                 raise _mixed_loss()
@@ -298,6 +316,15 @@ def _mixed_loss() -> PrepareError:
         "the loss is a DTensor: it adds terms of sharded parameters to a plain tensor, which differs on each rank. "
         "Gather each term: sum(p.square().sum().full_tensor() for p in model.parameters())"
     )
+
+
+def units_of(models: Iterable[PreparedModel]) -> list[nn.Module]:
+    """The modules that contain the FSDP2 units of these models."""
+    units: list[nn.Module] = []
+    for model in models:
+        if isinstance(model, ShardedModel):
+            units += model.units()
+    return units
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:

@@ -205,14 +205,14 @@ def lay_out_step(optimizer: torch.optim.Optimizer) -> None:
         step_unsharded(optimizer)
 
 
-def reshard_before_step(
-    optimizer: torch.optim.Optimizer, prepared_models: Iterable[PreparedModel]
-) -> None:
-    """Before each step reshard what a forward since the backward has gathered: its values would be stale."""
+def reshard_before_step(optimizer: torch.optim.Optimizer, roots: Iterable[nn.Module]) -> None:
+    """Before each step reshard what a forward since the backward has gathered: its values would be stale.
+
+    `roots` are the modules that contain the FSDP2 units.
+    """
     units: list[weakref.ref[FSDPModule]] = []
-    for prepared in prepared_models:
-        for root in prepared.units():
-            units += [weakref.ref(unit) for unit in root.modules() if isinstance(unit, FSDPModule)]
+    for root in roots:
+        units += [weakref.ref(unit) for unit in root.modules() if isinstance(unit, FSDPModule)]
     if not units:
         return
     if isinstance(optimizer, torch.optim.Optimizer):

@@ -74,10 +74,14 @@ class RunObjects:
 
     def prepared_optimizers(self) -> list[PreparedOptimizer]:
         """Each optimizer with the prepared model that it trains, None where no model here is its."""
-        return [
-            PreparedOptimizer(optimizer, self.find_trained(optimizer))
-            for optimizer in self.optimizers
-        ]
+        prepared = []
+        for optimizer in self.optimizers:
+            model = self.find_trained(optimizer)
+            if model is None:
+                prepared.append(PreparedOptimizer(optimizer))
+            else:
+                prepared.append(model.prepared_optimizer(optimizer))
+        return prepared
 
     def find_trained(self, optimizer: AcceleratedOptimizer) -> PreparedModel | None:
         """The prepared model whose parameters an optimizer steps; None where it is no prepared model."""

@@ -104,14 +104,14 @@ def check_run(what, folder):
     accelerator.save_state(folder / "checkpoint")
     compare_state(accelerator, model, expected, atol)
     prepared = accelerator.prepared_model(model)
-    momenta = prepared.optimizer_state_dict(optimizer.optimizer)
+    momenta = prepared.prepared_optimizer(optimizer.optimizer).state_dict()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
             optimizer.state[parameter]["momentum_buffer"].zero_()
     accelerator.load_state(folder / "checkpoint")
     compare_state(accelerator, model, expected, atol)
-    loaded = prepared.optimizer_state_dict(optimizer.optimizer)
+    loaded = prepared.prepared_optimizer(optimizer.optimizer).state_dict()
     if accelerator.is_main_process:
         compare(loaded["state"], momenta["state"], 0.0)
 

@@ -268,7 +268,7 @@ def full_states(where):
     accelerator.backward(model(torch.ones(2, 5)).square().sum())
     optimizer.step()
     (prepared,) = accelerator._objects.models
-    moments = prepared.optimizer_state_dict(optimizer.optimizer)
+    moments = prepared.prepared_optimizer(optimizer.optimizer).state_dict()
     return len(expected), len(state), len(moments.get("state", {}))
 
 

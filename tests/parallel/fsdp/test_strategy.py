@@ -178,7 +178,7 @@ def test_resume(how, plain, tmp_path):
     expected, norms = plain
     half = STEPS // 2
     strategy, prepared, optimizer = check_run(plain, steps=half, **BY_CLASS)
-    whole = (prepared.state_dict(), prepared.optimizer_state_dict(optimizer))
+    whole = (prepared.state_dict(), prepared.prepared_optimizer(optimizer).state_dict())
     write = ShardedState([prepared], [PreparedOptimizer(optimizer, prepared)]).stage(blocking=False)
     # What was taken must not change with the run that goes on.
     rest = BATCHES[half * ACCUMULATION :], norms[half:]
@@ -191,7 +191,7 @@ def test_resume(how, plain, tmp_path):
     strategy, fresh = prepare(Plugin(fsdp_version=2), fresh, optimizer)
     if how == "whole":
         fresh.load_state_dict(whole[0])
-        fresh.load_optimizer_state_dict(optimizer, whole[1])
+        fresh.prepared_optimizer(optimizer).load_state_dict(whole[1])
     else:
         ShardedState([fresh], [PreparedOptimizer(optimizer, fresh)]).load(tmp_path, strict=True)
     check_state(fresh, expected[half - 1], "loaded")

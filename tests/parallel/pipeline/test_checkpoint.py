@@ -76,9 +76,7 @@ def go_on(folder):
     else:
         compare(run.prepared_model(model).state_dict(), plain.state_dict())
         found, wanted = (
-            run.prepared_model(model).optimizer_state_dict(
-                getattr(optimizer, "optimizer", optimizer)
-            ),
+            run.prepared_model(model).prepared_optimizer(optimizer).state_dict(),
             reference.state_dict(),
         )
         if dist.get_rank() == 0:
@@ -107,7 +105,10 @@ def test_an_optimizer_made_after_the_model_was_prepared(tie):
         train(model, optimizer, run, run.strategy.data_shard)
         train(plain, reference, None, (0, 1))
         prepared = run.prepared_model(model)
-        found, wanted = prepared.optimizer_state_dict(optimizer.optimizer), reference.state_dict()
+        found, wanted = (
+            prepared.prepared_optimizer(optimizer.optimizer).state_dict(),
+            reference.state_dict(),
+        )
         if dist.get_rank() == 0:
             assert found["param_groups"][0]["params"] == wanted["param_groups"][0]["params"]
             compare(found["state"], wanted["state"])
@@ -115,7 +116,7 @@ def test_an_optimizer_made_after_the_model_was_prepared(tie):
         # What was saved comes back.
         for entry in optimizer.optimizer.state.values():
             entry["exp_avg"].zero_()
-        prepared.load_optimizer_state_dict(optimizer.optimizer, found)
+        prepared.prepared_optimizer(optimizer.optimizer).load_state_dict(found)
 
 
 def test_optimizers_of_equal_models_keep_their_own_state(ranks):

@@ -16,7 +16,7 @@ from ...core.errors import CheckpointError, ConfigurationError
 from ...precision.base import Precision
 from ...torch_internals import deepspeed
 from ..materialize import canonical_name, complete, named_parameters, skeleton, without_storage
-from ..prepared import GroupShapes, PreparedModel
+from ..prepared import GroupShapes, PreparedModel, PreparedOptimizer
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -353,23 +353,31 @@ class EngineModel(PreparedModel):
         """Whether the engine made this optimizer."""
         return getattr(self.module, "optimizer", None) is optimizer
 
-    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """The full state as that of a single process: on rank 0, empty on the other ranks."""
-        return self.state.optimizer_state()
-
-    def load_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
-    ) -> None:
-        """Load the optimizer state of a single process, which every rank has."""
-        self.state.load_optimizer_state(state)
-
-    def optimizer_group_shapes(self, optimizer: torch.optim.Optimizer) -> GroupShapes:
-        """Names and shapes in each group, as the optimizer had them before ZeRO."""
-        return self.state.groups()
+    def prepared_optimizer(self, optimizer: Any) -> PreparedOptimizer:
+        """The engine's optimizer."""
+        return EngineOptimizer(optimizer, self)
 
     def release(self) -> None:
         """Free the engine's memory and hooks."""
         self.module.destroy()
+
+
+class EngineOptimizer(PreparedOptimizer):
+    """The optimizer of an `EngineModel`."""
+
+    model: EngineModel
+
+    def state_dict(self) -> dict[str, Any]:
+        """The full state as that of a single process: on rank 0, empty on the other ranks."""
+        return self.model.state.optimizer_state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the optimizer state of a single process, which every rank has."""
+        self.model.state.load_optimizer_state(state)
+
+    def group_shapes(self) -> GroupShapes:
+        """Names and shapes in each group, as the optimizer had them before ZeRO."""
+        return self.model.state.groups()
 
 
 class UntrainedModel(PreparedModel):

@@ -35,7 +35,7 @@ from .. import gradients, materialize
 from ..activation import checkpoint_activations
 from ..base import Bundle, Strategy, one_shard_each
 from ..optimizer_step import check_flat_shards
-from ..prepared import GroupShapes, PreparedModel
+from ..prepared import GroupShapes, PreparedModel, PreparedOptimizer
 from ..sharded_optimizer import check_trained
 from ..unwrap import require_state_dict
 from . import fsdp1_state, requirements
@@ -146,23 +146,32 @@ class Fsdp1Model(PreparedModel):
         """Load a full state, which only rank 0 needs to have; every rank calls it."""
         fsdp1_state.load_full_model_state(self.inner, self.plain, state, self.device, strict)
 
-    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def prepared_optimizer(self, optimizer: Any) -> PreparedOptimizer:
+        """An optimizer of flattened parameters."""
+        return Fsdp1Optimizer(optimizer, self)
+
+
+class Fsdp1Optimizer(PreparedOptimizer):
+    """An optimizer of a `Fsdp1Model`."""
+
+    model: Fsdp1Model
+
+    def _groups(self) -> list[list[str]]:
+        return self.model.plain.groups(self.inner)
+
+    def state_dict(self) -> dict[str, Any]:
         """The full state as that of a single process: on rank 0, empty on the other ranks."""
-        groups, config = self.plain.groups(optimizer), self.plugin.optim_state_dict_config
-        return fsdp_state.full_optimizer_state(self.inner, optimizer, groups, config)
+        config = self.model.plugin.optim_state_dict_config
+        return fsdp_state.full_optimizer_state(self.model.inner, self.inner, self._groups(), config)
 
-    def load_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, state: Mapping[str, object]
-    ) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the optimizer state of a single process, which only rank 0 needs to have; every rank calls it."""
-        fsdp_state.load_full_optimizer_state(
-            self.inner, optimizer, state, self.plain.groups(optimizer)
-        )
+        fsdp_state.load_full_optimizer_state(self.model.inner, self.inner, state, self._groups())
 
-    def optimizer_group_shapes(self, optimizer: torch.optim.Optimizer) -> GroupShapes:
+    def group_shapes(self) -> GroupShapes:
         """Names and shapes in each group, before flattening."""
-        plain = self.plain
-        return [{name: plain.shapes[name] for name in names} for names in plain.groups(optimizer)]
+        shapes = self.model.plain.shapes
+        return [{name: shapes[name] for name in names} for names in self._groups()]
 
 
 class FullyShardedDataParallel1(Strategy):

@@ -27,8 +27,8 @@ from ..accumulated import AccumulatedGradients
 from ..context.region import ContextParallel
 from ..fsdp.state import broadcast_state, full_on_host
 from ..gradients import GradientReducer, all_reduce, deferred, gradients_of, local
-from ..prepared import GroupShapes
-from ..sharded import ShardedModel
+from ..prepared import GroupShapes, PreparedOptimizer
+from ..sharded import ShardedModel, ShardedOptimizer
 from ..sharded_optimizer import lay_out_state
 from .layout import TiedParameters
 from .p2p import P2PChannel
@@ -145,7 +145,7 @@ class PipelinedModel(ShardedModel):
 
     # -- state
 
-    def _collected(self, entries: dict[str, Any]) -> dict[str, Any]:
+    def collected(self, entries: dict[str, Any]) -> dict[str, Any]:
         """The entries of all stages on rank 0, one message for each; nothing on other ranks."""
         channel = self.stages.runner.channel
         if dist.get_global_rank(channel.group, 0) != 0:
@@ -170,7 +170,7 @@ class PipelinedModel(ShardedModel):
                     copied[id(value)] = full_on_host(value)
                 value = copied[id(value)]
             state[materialize.canonical_name(name)] = value
-        return self._collected(state)
+        return self.collected(state)
 
     @torch.no_grad()
     def load_state_dict(self, state_: Mapping[str, Any], strict: bool = True) -> None:
@@ -211,25 +211,44 @@ class PipelinedModel(ShardedModel):
         """Also where this rank's stages have none of the optimizer's parameters."""
         return optimizer in self.stages.groups or super().trains_with(optimizer)
 
-    def _names_of(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        """The names in each group of an optimizer, of all stages."""
-        stages = self.stages
+    def accumulated_gradients(self) -> AccumulatedGradients:
+        """Return the gradients of an unfinished accumulation window."""
+        return self.stages.runner.accumulated
+
+    @property
+    def rank_state(self) -> StageRandom:
+        """The place in the model's random stream."""
+        return self.stages.random
+
+    def prepared_optimizer(self, optimizer: Any) -> PreparedOptimizer:
+        """An optimizer that steps the parameters of this rank's stages."""
+        return PipelinedOptimizer(optimizer, self)
+
+
+class PipelinedOptimizer(ShardedOptimizer):
+    """An optimizer of a `PipelinedModel`."""
+
+    model: PipelinedModel
+
+    def _names(self) -> list[list[str]]:
+        """The names in each group, of all stages."""
+        optimizer, stages = self.inner, self.model.stages
         if optimizer in stages.shared:
             raise CheckpointError(
-                f"{type(optimizer).__name__} steps parameters of {type(self.inner).__name__} and of another pipelined "
-                "model: its state cannot be collected from their stages. Make an optimizer for each model"
+                f"{type(optimizer).__name__} steps parameters of {type(self.model.inner).__name__} and of another "
+                "pipelined model: its state cannot be collected from their stages. Make an optimizer for each model"
             )
         return stages.groups[optimizer]
 
-    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the full state in the form of a single process's optimizer, on rank 0; empty on other ranks."""
-        groups = self._names_of(optimizer)
+        optimizer, groups = self.inner, self._names()
         entries: dict[str, Any] = {}
-        for name, parameter in materialize.named_parameters(self.inner):
+        for name, parameter in materialize.named_parameters(self.model.inner):
             if parameter in optimizer.state:
                 entry = dict(optimizer.state[parameter])
                 entries[name] = trees.map_leaves(full_on_host, entry)
-        entries = self._collected(entries)
+        entries = self.model.collected(entries)
         if dist.get_rank() != 0:
             return {}
         state = {}
@@ -245,16 +264,16 @@ class PipelinedModel(ShardedModel):
             param_groups.append(options)
         return {"state": state, "param_groups": param_groups}
 
-    def load_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, state_: Mapping[str, object]
-    ) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the optimizer state of a single process, which only rank 0 needs to have."""
-        groups = self._names_of(optimizer)
-        other_entries, states = broadcast_state(state_, groups, self.device)
+        optimizer, groups = self.inner, self._names()
+        other_entries, states = broadcast_state(state, groups, self.model.device)
         saved_groups = other_entries["param_groups"]
         saved_positions = itertools.chain(*(group["params"] for group in saved_groups))
         saved_names = dict(zip(saved_positions, itertools.chain(*groups), strict=True))
-        names = {parameter: name for name, parameter in materialize.named_parameters(self.inner)}
+        names = {
+            parameter: name for name, parameter in materialize.named_parameters(self.model.inner)
+        }
         # The optimizer itself knows how its state is kept: it counts its own parameters.
         owned: dict[str | None, tuple[int, nn.Parameter]] = {}
         param_groups = []
@@ -273,22 +292,10 @@ class PipelinedModel(ShardedModel):
                 by_position[position] = lay_out_state(dict(entry), parameter, parameter)
         optimizer.load_state_dict({"state": by_position, "param_groups": param_groups})
 
-    def optimizer_group_shapes(self, optimizer: torch.optim.Optimizer) -> GroupShapes:
+    def group_shapes(self) -> GroupShapes:
         """Return the shape of each parameter of the full model, for each group of the optimizer."""
-        shapes = self.stages.shapes
-        return [{name: shapes[name] for name in group} for group in self._names_of(optimizer)]
-
-    def accumulated_gradients(self) -> AccumulatedGradients:
-        """Return the gradients of an unfinished accumulation window."""
-        return self.stages.runner.accumulated
-
-    def rank_state(self) -> dict[str, object]:
-        """The place in the model's random stream."""
-        return {"calls": self.stages.random.calls}
-
-    def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `rank_state` returned."""
-        self.stages.random.calls = state["calls"]
+        shapes = self.model.stages.shapes
+        return [{name: shapes[name] for name in group} for group in self._names()]
 
 
 class StageRandom:
@@ -304,7 +311,15 @@ class StageRandom:
         self.device: torch.device = channel.device
         self.has_values: bool = channel.has_values
         self.stream: tuple[int, ...] = (model, channel.rank, shard)
-        self.calls = 0
+        self.calls: int = 0
+
+    def state_dict(self) -> dict[str, object]:
+        """The place in the stream."""
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the place of a `state_dict`."""
+        self.calls = state["calls"]
 
     @contextlib.contextmanager
     def seeded(self) -> Iterator[None]:

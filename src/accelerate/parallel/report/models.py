@@ -31,7 +31,7 @@ from ..pipeline.model import PipelinedModel
 from ..pipeline.p2p import TensorSpec, specs_in
 from ..pipeline.runner import BatchShapes, Runner
 from ..prepared import PreparedModel
-from ..sharded import ShardedModel
+from ..sharded import ShardedModel, units_of
 from ..tensor.layers import ColumnLinear, RowEmbedding, RowLinear
 from . import figures
 from .figures import CommunicationVolume, VolumeCounter, local_bytes
@@ -61,15 +61,15 @@ def _model_memory(model: PreparedModel, windows: bool, seen: set[int]) -> dict[s
     if isinstance(model, EngineModel):
         return engine_bytes(model.module)
     # In a step, units show other parameters than they keep.
+    units = units_of([model])
     shards = {
-        id(unsharded_parameter(shard)): sharded_parameter(shard)
-        for shard in shards_of(model.units())
+        id(unsharded_parameter(shard)): sharded_parameter(shard) for shard in shards_of(units)
     }
     present = [shards.get(id(parameter), parameter) for parameter in model.module.parameters()]
     parameters = list(figures.unseen(present, seen))
     gradients = figures.local_bytes(p for p in parameters if p.requires_grad)
-    if windows and shards_of(model.units()):
-        gradients = shard_gradients(model.inner, model.units())
+    if windows and shards:
+        gradients = shard_gradients(model.inner, units)
     used = {
         figures.PARAMETERS: figures.local_bytes(parameters),
         figures.GRADIENTS: gradients,
