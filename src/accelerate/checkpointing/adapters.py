@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
@@ -122,8 +121,11 @@ class AdapterModel(PreparedModel):
 
         def is_replaced(name: str) -> bool:
             """Whether every adapter trains another module (of `modules_to_save`) instead of this one."""
-            places = (f".modules_to_save.{other}." for other in self.names)
-            return all(name.replace(".original_module.", place) in adapter for place in places)
+            for other in self.names:
+                replaced = name.replace(".original_module.", f".modules_to_save.{other}.")
+                if replaced not in adapter:
+                    return False
+            return True
 
         frozen: dict[str, torch.Tensor] = {}
         for name, parameter in named_parameters(self.inner):
@@ -153,8 +155,11 @@ class AdapterModel(PreparedModel):
         """The tensors of the adapters by their names in the model, with the shapes of the plain model."""
         self.prepared.reshard()
         tensors = dict(named_tensors(self.inner, remove_duplicate=False))
-        names = itertools.chain.from_iterable(entries.values() for entries in self.names.values())
-        return {name: tensors[name] for name in names}
+        adapters = {}
+        for entries in self.names.values():
+            for name in entries.values():
+                adapters[name] = tensors[name]
+        return adapters
 
     def before_load(self) -> None:
         """Compute the checksums of the base, which may have been written in a way that versions do not show."""
@@ -341,13 +346,16 @@ def adapter_weights(source: CheckpointReader, index: int, row: JSONObject) -> Ad
         saved, read = weights_file(
             source.io, below / WEIGHTS_FILE, below / PICKLED_FILE, source.allow_pickle
         )
-        shapes.update({names.get(key, f"{adapter}: {key}"): shape for key, shape in saved.items()})
+        for key, shape in saved.items():
+            name = names.get(key, f"{adapter}: {key}")
+            shapes[name] = shape
         reads.append((names, read))
 
     def read_all() -> dict[str, object]:
         values = {}
         for names, read in reads:
-            for key, value in read().items():
+            entries = read()
+            for key, value in entries.items():
                 if key in names:
                     values[names[key]] = value
         return values

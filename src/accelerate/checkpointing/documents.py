@@ -230,10 +230,11 @@ def _encode_mapping(value: Mapping[Any, object], sink: TensorSink, path: str) ->
     kind = type(value)
     if kind is dict and all(type(key) is str for key in value) and "$" not in value:
         return {key: _encode(item, sink, f"{path}.{key}") for key, item in value.items()}
-    pairs = [
-        [_encode(key, sink, f"{path} (a key)"), _encode(item, sink, f"{path}[{key!r}]")]
-        for key, item in value.items()
-    ]
+    pairs = []
+    for key, item in value.items():
+        encoded_key = _encode(key, sink, f"{path} (a key)")
+        encoded_item = _encode(item, sink, f"{path}[{key!r}]")
+        pairs.append([encoded_key, encoded_item])
     document: JSONObject = {"$": kind.__name__, "v": pairs}
     if isinstance(value, defaultdict):
         factory = value.default_factory
@@ -465,15 +466,17 @@ def read_document(
     io: BlockIO, folder: Path, name: str, manifest: Manifest, unshare: bool = False
 ) -> Any:
     """The value that `documents` wrote, its files checked against the manifest in the same reading."""
-    with damage(folder / f"{name}.json"):
+    text_path = folder / f"{name}.json"
+    with damage(text_path):
         text = _read_text(io, folder, name, manifest)
     path = folder / f"{name}.safetensors"
     tensors: dict[str, torch.Tensor] = {}
     if path.name in manifest.files:
         with damage(path):
             tensors = read_tensors(io, path, manifest.files[path.name])
-    with damage(folder / f"{name}.json"):
-        return decode(json_text.parse(text), tensors, str(folder / f"{name}.json"), unshare)
+    with damage(text_path):
+        data = json_text.parse(text)
+        return decode(data, tensors, str(text_path), unshare)
 
 
 def read_document_into(
@@ -484,14 +487,16 @@ def read_document_into(
     The function returns the saved value. It reads tensors into those of the `current` value if that has a tensor of
     the same shape and dtype at the same place.
     """
+    text_path = folder / f"{name}.json"
     path = folder / f"{name}.safetensors"
     sink = TensorSink()
     encode(current, sink, root)
     if not sink.tensors or path.name not in manifest.files:
         value = read_document(io, folder, name, manifest, unshare=True)
         return lambda: value
-    with damage(folder / f"{name}.json"):
-        data = json_text.parse(_read_text(io, folder, name, manifest))
+    with damage(text_path):
+        text = _read_text(io, folder, name, manifest)
+        data = json_text.parse(text)
     with damage(path):
         held = io.hold(path)
         io.check(held, manifest.files[path.name])
@@ -500,14 +505,17 @@ def read_document_into(
     def read() -> Any:
         targets = {}
         for key, entry in entries.items():
-            mine = sink.tensors.get(key)
-            if mine is None or mine.dtype != entry.dtype or tuple(mine.shape) != entry.shape:
-                mine = torch.empty(entry.shape, dtype=entry.dtype)
-            targets[key] = mine
+            target = sink.tensors.get(key)
+            fits = False
+            if target is not None:
+                fits = target.dtype == entry.dtype and tuple(target.shape) == entry.shape
+            if target is None or not fits:
+                target = torch.empty(entry.shape, dtype=entry.dtype)
+            targets[key] = target
         with damage(path):
             read_into(io, held, targets)
-        with damage(folder / f"{name}.json"):
-            return decode(data, targets, str(folder / f"{name}.json"), unshare=True)
+        with damage(text_path):
+            return decode(data, targets, str(text_path), unshare=True)
 
     return read
 

@@ -192,9 +192,11 @@ def _pieces(path: Path) -> list[Piece]:
         read = dict
 
     def plain(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {
-            canonical_name(name.removeprefix(prefix)): tensor for name, tensor in values.items()
-        }
+        named = {}
+        for name, tensor in values.items():
+            plain_name = canonical_name(name.removeprefix(prefix))
+            named[plain_name] = tensor
+        return named
 
     def read_plain(group: dict[str, torch.Tensor], is_writer: bool) -> dict[str, torch.Tensor]:
         return plain(read(group))

@@ -74,10 +74,12 @@ def learn_places(tensors: Iterable[DTensor], known: PlacesByRank) -> None:
     of_ranks: list[Any] | None = None
     if dist.get_rank() == 0:
         of_ranks = [None] * dist.get_world_size()
-    own = [block_places(layouts[key]) for key in unknown]
-    dist.gather_object(own, of_ranks)
+    places_here = [block_places(layouts[key]) for key in unknown]
+    dist.gather_object(places_here, of_ranks)
+    if of_ranks is None:
+        of_ranks = []
     for index, key in enumerate(unknown):
-        known[key] = [places[index] for places in of_ranks or ()]
+        known[key] = [places[index] for places in of_ranks]
 
 
 def layout_of(tensor: DTensor) -> object:
@@ -110,27 +112,35 @@ def gather_on_host(
             full[name] = tensor.detach().to("cpu", copy=True)
     learn_places(sharded.values(), places)
     for window in plan_shards(sharded, _WINDOW):
-        own: list[torch.Tensor] = []
+        local: list[torch.Tensor] = []
         for name in window:
-            own += [block.detach() for block, _ in local_blocks(sharded[name])]
+            local += [block.detach() for block, _ in local_blocks(sharded[name])]
         if is_first:
-            blocks: list[list[torch.Tensor]] = [[] for _ in range(dist.get_world_size())]
-            for name in window:
-                tensor = sharded[name]
-                full[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-                places_by_rank = places[layout_of(tensor)]
-                for row, rank_places in zip(blocks, places_by_rank, strict=True):
-                    for place in rank_places:
-                        row.append(_part(full[name], *place))
+            blocks = _blocks_by_rank({name: sharded[name] for name in window}, places, full)
             _receive(blocks[1:], device)
-            for block, source in zip(blocks[0], own, strict=True):
+            for block, source in zip(blocks[0], local, strict=True):
                 block.copy_(source)
-        elif own:
+        elif local:
             # As bytes: a backend does not know all dtypes.
-            flat = [block.contiguous().view(-1) for block in own]
+            flat = [block.contiguous().view(-1) for block in local]
             message = torch.cat([block.view(torch.uint8) for block in flat])
             _communicate([dist.P2POp(dist.isend, message, 0)])
     return full
+
+
+def _blocks_by_rank(
+    sharded: Mapping[str, DTensor], places: PlacesByRank, full: dict[str, torch.Tensor]
+) -> list[list[torch.Tensor]]:
+    """The blocks that each rank has of some tensors, as views of new full tensors, which are added to `full`."""
+    blocks: list[list[torch.Tensor]] = [[] for _ in range(dist.get_world_size())]
+    for name, tensor in sharded.items():
+        target = torch.empty(tensor.shape, dtype=tensor.dtype)
+        full[name] = target
+        places_by_rank = places[layout_of(tensor)]
+        for row, rank_places in zip(blocks, places_by_rank, strict=True):
+            for offsets, shape in rank_places:
+                row.append(_part(target, offsets, shape))
+    return blocks
 
 
 def _part(full: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:

@@ -439,7 +439,10 @@ def collect(run: RunState, written: Written) -> dict[str, object]:
     """The content of the document of ONCE or RANK states."""
     document: dict[str, object] = {}
     if written is Written.ONCE:
-        names = [type(getattr(item, "scheduler", item)).__qualname__ for item in run.schedulers]
+        names = []
+        for item in run.schedulers:
+            scheduler = getattr(item, "scheduler", item)
+            names.append(type(scheduler).__qualname__)
         document["progress"] = {**run.progress, CLASSES: {"schedulers": names}}
     for kind in kinds(written):
         states = kind.collect(run)

@@ -498,10 +498,11 @@ def _apply(
     for item_state, read in plan.files:
         with loading(item_state.title, folder):
             state = read()
-        plan.notes.extend(replace(item_state, state=state).load(folder))
+        complete = replace(item_state, state=state)
+        plan.notes += complete.load(folder)
     for item_state in plan.states:
         if item_state.kind.written is Written.RANK:
-            plan.notes.extend(item_state.load(folder))
+            plan.notes += item_state.load(folder)
 
 
 def load_newest(

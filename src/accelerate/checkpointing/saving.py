@@ -640,22 +640,25 @@ def _collect_weights(pending: PendingCheckpoint, index: int, state: dict[str, ob
     metadata = dict(aliases)
     if aliases:
         metadata[ALIASES] = json.dumps(aliases, separators=(",", ":"))
-    pending.files[numbered("model", index, ".safetensors")] = segments(stored, metadata)
+    file = numbered("model", index, ".safetensors")
+    pending.files[file] = segments(stored, metadata)
     extra = {name: value for name, value in state.items() if name not in tensors}
     if extra:
         document = numbered("model_extra", index, "")
-        pending.files.update(documents(document, extra, f"model {index}"))
+        files = documents(document, extra, f"model {index}")
+        pending.files.update(files)
 
 
 def _plain(progress: dict[str, object]) -> dict[str, object]:
     """The entries of the progress that go into the manifest: values of JSON's own scalar types."""
-    return {
-        key: value
-        for key, value in progress.items()
-        if value is None
-        or isinstance(value, (bool, int, str))
-        or (isinstance(value, float) and math.isfinite(value))
-    }
+    entries = {}
+    for key, value in progress.items():
+        is_scalar = value is None or isinstance(value, (bool, int, str))
+        if isinstance(value, float):
+            is_scalar = math.isfinite(value)
+        if is_scalar:
+            entries[key] = value
+    return entries
 
 
 def _keep_differing(pending: PendingCheckpoint, ranks: SaveRanks) -> None:
@@ -667,7 +670,8 @@ def _keep_differing(pending: PendingCheckpoint, ranks: SaveRanks) -> None:
         name = session_rank_name(pending.process.process_index)
         document: dict[str, dict[int, object]] = {}
         for entry in differing:
-            document.setdefault(entry.kind.name, {})[entry.index] = entry.state
+            states = document.setdefault(entry.kind.name, {})
+            states[entry.index] = entry.state
         pending.files.update(documents(name, document, name))
     elif differing:
         logger.warning(
@@ -721,17 +725,19 @@ def _write(pending: PendingCheckpoint) -> dict[str, FileRecord]:
         names = pending.sharded(pending.temporary, pending.error)
     if pending.error is not None:
         return {}
+    folder = pending.temporary
     for name in (*pending.files, *pending.pickled):
-        (pending.temporary / name).parent.mkdir(parents=True, exist_ok=True)
-    contents = [(pending.temporary / name, content) for name, content in pending.files.items()]
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+    contents = [(folder / name, content) for name, content in pending.files.items()]
     with BlockIO() as io:
         written = io.write_all(contents)
         records = dict(zip(pending.files, written, strict=True))
         for name, value in pending.pickled.items():
-            write_file(with_own_storages(value), pending.temporary / name)
+            write_file(with_own_storages(value), folder / name)
             names.append(name)
         for name in names:
-            records[name] = io.record(pending.temporary / name)
+            records[name] = io.record(folder / name)
     return records
 
 

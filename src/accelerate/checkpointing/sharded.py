@@ -146,10 +146,12 @@ class ShardedState:
         """
         staged = []
         for index, model in enumerate(self.models):
-            staged.append(_Shards(model_shards(Path(), index), _model_state(model), {}))
+            shards_folder = model_shards(Path(), index)
+            staged.append(_Shards(shards_folder, _model_state(model), {}))
         for index, (model, optimizer) in enumerate(self.optimizers):
+            shards_folder = optimizer_shards(Path(), index)
             tensors, options = self._state_of(model, optimizer)
-            staged.append(_Shards(optimizer_shards(Path(), index), tensors, options))
+            staged.append(_Shards(shards_folder, tensors, options))
         if not blocking:
             for shards in staged:
                 for name, value in shards.tensors.items():
@@ -441,7 +443,8 @@ def _finish_shards(checkpoint: Path, staged: Sequence[_Shards], compat: bool) ->
             if shards.options:
                 options = encode(shards.options, TensorSink(inline=1 << 30), "options")
                 documents[folder / _OPTIONS] = options
-            if not compat and folder.name.startswith(MODEL_NAME):
+            is_model = folder.name.startswith(MODEL_NAME)
+            if is_model and not compat:
                 names = [path.name for path in folder.glob("*.safetensors")]
                 documents[folder / FILES] = sorted(names)
     # Errors of torch's writer are raised on all ranks; those of this one alone must not come between.
@@ -520,7 +523,9 @@ def _each_its_own(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     seen: set[tuple[object, ...]] = set()
     separate = {}
     for name, value in tensors.items():
-        local = value.to_local() if hasattr(value, "to_local") else value
+        local: Any = value
+        if hasattr(local, "to_local"):
+            local = local.to_local()
         memory = memory_of(local)
         if local.numel() and memory in seen:
             separate[name] = value.detach().clone()

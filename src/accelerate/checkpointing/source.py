@@ -236,16 +236,15 @@ class NativeReader(CheckpointReader):
     def counts(self) -> dict[str, int]:
         """Return the number of saved objects by kind."""
         # An optional kind that a checkpoint has none of stays as it is.
-        counts = {
-            kind.name: len(kind.states(self._session))
-            for kind in kinds(Written.ONCE)
-            if not kind.single and (not kind.optional or kind.name in self._session)
-        }
+        counts = {}
+        for kind in kinds(Written.ONCE):
+            is_expected = not kind.optional or kind.name in self._session
+            if is_expected and not kind.single:
+                counts[kind.name] = len(kind.states(self._session))
         for kind in kinds(Written.FILE):
             pattern = re.compile(rf"{kind.file}(_\d+)?\.json")
-            counts[kind.name] = sum(
-                pattern.fullmatch(name) is not None for name in self.manifest.files
-            )
+            files = [name for name in self.manifest.files if pattern.fullmatch(name)]
+            counts[kind.name] = len(files)
         return {**counts, **super().counts()}
 
     def model_extra(self, index: int) -> dict[str, object]:
@@ -393,23 +392,27 @@ class CompatReader(CheckpointReader):
 
     def states(self, notes: list[str]) -> tuple[dict[str, list[object]], JSONObject]:
         """Return the states in the files that the API's format has, for the objects of the run."""
-        saved_states = {
-            kind.name: kind.read_compat(
-                self.folder, len(kind.objects(self.run)), self.rank, self.allow_pickle, notes
+        saved_states = {}
+        for kind in kinds(Written.ONCE, Written.RANK):
+            count = len(kind.objects(self.run))
+            saved_states[kind.name] = kind.read_compat(
+                self.folder, count, self.rank, self.allow_pickle, notes
             )
-            for kind in kinds(Written.ONCE, Written.RANK)
-        }
         if self._is_of_rank_0:
             first = compat.read_generators(self.folder, 0, self.allow_pickle)
-            saved_states["rng"] = [None if first is None else self._random_states(first, notes)]
-        notes.extend(
-            f"the API's format has no place for the state of the {kind.label}, which stays as it is"
-            for kind in kinds(Written.ONCE, Written.FILE)
-            if kind.compat is None and kind.objects(self.run)
-        )
-        return saved_states, self.progress or {
-            "accumulation_step": compat.read_step(self.folder, self.rank, self.allow_pickle)
-        }
+            saved_states["rng"] = [None]
+            if first is not None:
+                saved_states["rng"] = [self._random_states(first, notes)]
+        for kind in kinds(Written.ONCE, Written.FILE):
+            if kind.compat is None and kind.objects(self.run):
+                notes.append(
+                    f"the API's format has no place for the state of the {kind.label}, which stays as it is"
+                )
+        progress = self.progress
+        if not progress:
+            step = compat.read_step(self.folder, self.rank, self.allow_pickle)
+            progress = {"accumulation_step": step}
+        return saved_states, progress
 
 
 # --- weights -------------------------------------------------------------------------------------------------------

@@ -176,10 +176,9 @@ def write_index(path: Path, files: Mapping[str, Mapping[str, object]]) -> None:
             where[entry] = name
             if isinstance(value, torch.Tensor):
                 total += value.numel() * value.element_size()
+    content = {"metadata": {"total_size": total}, "weight_map": where}
     with atomic_write(path, "w") as file:
-        json.dump(
-            {"metadata": {"total_size": total}, "weight_map": where}, file, indent=2, sort_keys=True
-        )
+        json.dump(content, file, indent=2, sort_keys=True)
         file.write("\n")
 
 

@@ -413,8 +413,9 @@ class Agreement:
                 return {"errors": _joined(errors, len(rows))}
             if reduce is None:
                 return {}
+            values = {rank: value for rank, (_, value, _) in rows.items()}
             try:
-                return {"result": reduce({rank: value for rank, (_, value, _) in rows.items()})}
+                return {"result": reduce(values)}
             except dist.DistError:
                 raise
             except Exception as caught:

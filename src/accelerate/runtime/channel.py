@@ -170,7 +170,8 @@ class Channel:
                 if not isinstance(value, dict):
                     shortened[name] = str(value)[:200]
             text = json.dumps(shortened).encode()
-        header = _DISAGREE + len(text).to_bytes(HEADER - SIGNATURE, "little", signed=True)
+        length = len(text).to_bytes(HEADER - SIGNATURE, "little", signed=True)
+        header = _DISAGREE + length
         sent, splits = self._message(header, text)
         self._send(group, sent, splits, call)
         members = dist.get_process_group_ranks(group)

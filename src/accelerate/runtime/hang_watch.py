@@ -295,8 +295,11 @@ class HangWatch:
             return
         stood = time.monotonic() - since
         self._due = 2 * max(stood, self.limit)
-        absent = [rank for rank in range(self.world) if rank not in statuses]
-        text = explain(statuses, {rank: marks.state_of(rank, self._store) for rank in absent})
+        absent = {}
+        for rank in range(self.world):
+            if rank not in statuses:
+                absent[rank] = marks.state_of(rank, self._store)
+        text = explain(statuses, absent)
         if text is None:
             return
         if folder:
@@ -514,9 +517,10 @@ def _differences(statuses: Mapping[int, Status], waiting: Iterable[int]) -> list
             if call is not None:
                 operations[rank] = call["operation"]
                 texts[rank] = _call_in_words(call, status, group, number)
-        differ = len(set(operations.values())) > 1
-        if set(operations.values()) <= set(SAME_SHAPES) and len(set(texts.values())) > 1:
-            differ = True
+        names = set(operations.values())
+        differ = len(names) > 1
+        if names <= set(SAME_SHAPES):
+            differ = len(set(texts.values())) > 1
         if differ:
             shown = [f"{text} on {ranks}" for ranks, text in by_text(texts)]
             lines.append(f"{what} differs: {', '.join(shown)}")

@@ -77,8 +77,11 @@ def start() -> None:
 def post(name: str, kind: str, rank: int | None = None, **facts: Any) -> None:
     """Add an entry to a list: what has become of a rank, by default of this one, with what it has read."""
     if rank is None:
-        _Mine.has_failed = _Mine.has_failed or kind != ENDED
-        facts |= {"total": batches_read(), "place": own_place(), "last_pass": _Mine.last_pass}
+        if kind != ENDED:
+            _Mine.has_failed = True
+        facts["total"] = batches_read()
+        facts["place"] = own_place()
+        facts["last_pass"] = _Mine.last_pass
     with Tolerant():
         store = run_store()
         if rank is None:

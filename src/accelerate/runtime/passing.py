@@ -63,7 +63,8 @@ def _went_on(subject: str, name: str, connection: Connection, world: int, limit:
                 return True
             if waited >= limit:
                 return False
-            if store.check([f"{_SILENT}/1/{store.add(f'{_BEGUN}/0', 0)}"]):
+            run = store.add(f"{_BEGUN}/0", 0)
+            if store.check([f"{_SILENT}/1/{run}"]):
                 return all(cause["kind"] == marks.ENDED for cause in marks.entries(marks.CAUSES))
             if waited > _LOOK and marks.state_of(1, store):
                 return False  # it is dead: the round reports it
@@ -72,7 +73,8 @@ def _went_on(subject: str, name: str, connection: Connection, world: int, limit:
                 number = int(store.add(_COUNT, 1))
             if waited > _LOOK and not is_compared:
                 is_compared = True
-                store.set(_QUESTION, json.dumps({**position, "collectives": newest(recorded())}))
+                position["collectives"] = newest(recorded())
+                store.set(_QUESTION, json.dumps(position))
             if waited > _LOG and not is_logged:
                 is_logged = True
                 log_wait(subject, 0, range(1, world), limit - waited)
@@ -117,7 +119,8 @@ class Answers:
         if calls > position["calls"]:
             return True
         batch = marks.outer_batch()
-        if batch and position["batch"] and batch > position["batch"]:
+        batch_of_rank_0 = position["batch"]
+        if batch and batch_of_rank_0 and batch > batch_of_rank_0:
             return True
         now = time.monotonic()
         if "collectives" not in position or now < self._next_reading:
@@ -125,7 +128,8 @@ class Answers:
         begun = newest(recorded())
         after = time.monotonic()
         self._next_reading = after + min((after - now) / _SHARE, _PAUSE)
-        return any(begun.get(group, 0) > last for group, last in position["collectives"].items())
+        numbers = position["collectives"]
+        return any(begun.get(group, 0) > last for group, last in numbers.items())
 
     def end(self) -> None:
         """There are no more answers: this rank leaves the run."""
