@@ -95,16 +95,15 @@ def estimate(layout: PlannedLayout, step: Step, machine: Machine) -> Estimate:
     memory = memory_interval(step, total, machine.memory_spread)
     first, last = step.work
     batches_before = layout.accumulation - 1
-    seconds = _seconds(last, machine) + batches_before * _seconds(first, machine) + extra
+    seconds = _seconds(last, machine)
+    seconds += batches_before * _seconds(first, machine)
+    seconds += extra
     seconds *= machine.time_scale * (1 + step.waiting)
-    return Estimate(
-        layout,
-        memory,
-        kinds,
-        seconds=Interval(seconds * (1 - machine.spread), seconds * (1 + machine.spread)),
-        sent=_sent(last) + batches_before * _sent(first),
-        fits=memory.high <= machine.memory,
-    )
+    sent = _sent(last) + batches_before * _sent(first)
+    low = seconds * (1 - machine.spread)
+    high = seconds * (1 + machine.spread)
+    fits = memory.high <= machine.memory
+    return Estimate(layout, memory, kinds, seconds=Interval(low, high), sent=sent, fits=fits)
 
 
 def memory_interval(step: Step, total: int, spread: float) -> Interval:
@@ -118,7 +117,8 @@ def _sent(work: Work) -> int:
 
 
 def _seconds(work: Work, machine: Machine) -> float:
-    compute = work.operations * machine.overhead + work.moved / machine.bandwidth
+    compute = work.operations * machine.overhead
+    compute += work.moved / machine.bandwidth
     for dtype, flops in work.flops.items():
         seconds = flops / machine.flops
         if machine.device != "cpu":

@@ -62,9 +62,13 @@ def shard_as_loaded(model: nn.Module, sizes: Mapping[str, int], routing: Routing
         """The exchange of tokens in training, whose sizes are values."""
 
         def _dispatch_tokens(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
-            rows = -(-top_k_index.shape[0] // self.tp_mesh.size()) * top_k_index.shape[1]
+            tokens, experts_per_token = top_k_index.shape
+            tokens_of_rank = -(-tokens // self.tp_mesh.size())
+            rows = tokens_of_rank * experts_per_token
             ranks = self.ep_mesh.size()
-            sent = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+            sent = [rows // ranks] * ranks
+            for rank in range(rows % ranks):
+                sent[rank] += 1
             received = [round(count * routing.load) for count in sent]
             with mock.patch.object(tracing.FakeTensor, "tolist", lambda _: [sent, received]):
                 return super()._dispatch_tokens(hidden_states, top_k_index, top_k_weights)

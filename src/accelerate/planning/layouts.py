@@ -164,7 +164,8 @@ def candidates(ranks: int, machines: int = 1, device: str = "cpu") -> list[Plann
         return [PlannedLayout("single", 1)]
     layouts = [PlannedLayout("ddp", ranks)]
     for layout in _sharded(ranks, machines):
-        layouts += [layout, replace(layout, name=f"{layout.name}+ckpt", checkpointing=True)]
+        checkpointed = replace(layout, name=f"{layout.name}+ckpt", checkpointing=True)
+        layouts += [layout, checkpointed]
     if device != "cpu":
         shards = (("dp_shard", ranks),)
         layouts.append(
@@ -173,7 +174,8 @@ def candidates(ranks: int, machines: int = 1, device: str = "cpu") -> list[Plann
             )
         )
     layouts.append(PlannedLayout(f"tp{ranks}", ranks, (("tp", ranks),)))
-    return [*layouts, *_pipelines(ranks)]
+    layouts += _pipelines(ranks)
+    return layouts
 
 
 def expert_candidates(ranks: int) -> Iterator[PlannedLayout]:
@@ -213,11 +215,13 @@ def _pipelines(ranks: int) -> Iterator[PlannedLayout]:
 
 def _scheduled(layout: PlannedLayout, schedules: Iterable[str]) -> Iterator[PlannedLayout]:
     for schedule in schedules:
-        suffix = "" if schedule == "gpipe" else f"+{schedule}"
-        yield replace(layout, name=f"{layout.name}{suffix}", schedule=schedule)
+        name = layout.name
+        if schedule != "gpipe":
+            name += f"+{schedule}"
+        yield replace(layout, name=name, schedule=schedule)
 
 
-def _stages(pipeline: PlannedLayout, rest: int) -> Iterator[PlannedLayout]:
+def _stages(pipeline: PlannedLayout, ranks: int) -> Iterator[PlannedLayout]:
     """The pipeline with so many ranks to each stage: replicas, shards, replicas of shards, and split layers."""
 
     def of(name: str, sharded: bool = False, **sizes: int) -> PlannedLayout:
@@ -228,29 +232,36 @@ def _stages(pipeline: PlannedLayout, rest: int) -> Iterator[PlannedLayout]:
             sharded=sharded,
         )
 
-    yield of(f"dp{rest}", dp_replicate=rest)
-    yield of(f"fsdp{rest}", True, dp_shard=rest)
-    if rest % 2 == 0 and rest > 2:
-        yield of(f"hsdp2x{rest // 2}", True, dp_replicate=2, dp_shard=rest // 2)
-        yield of(f"tp2+fsdp{rest // 2}", True, dp_shard=rest // 2, tp=2)
-    yield of(f"tp{rest}", tp=rest)
+    yield of(f"dp{ranks}", dp_replicate=ranks)
+    yield of(f"fsdp{ranks}", True, dp_shard=ranks)
+    if ranks % 2 == 0 and ranks > 2:
+        half = ranks // 2
+        yield of(f"hsdp2x{half}", True, dp_replicate=2, dp_shard=half)
+        yield of(f"tp2+fsdp{half}", True, dp_shard=half, tp=2)
+    yield of(f"tp{ranks}", tp=ranks)
 
 
 def _sharded(ranks: int, machines: int) -> Iterator[PlannedLayout]:
     yield PlannedLayout("fsdp", ranks, (("dp_shard", ranks),), sharded=True)
-    replicas = machines if machines > 1 else 2
-    if ranks % replicas == 0 and ranks // replicas > 1:
-        sizes = (("dp_replicate", replicas), ("dp_shard", ranks // replicas))
-        yield PlannedLayout(f"hsdp{replicas}x{ranks // replicas}", ranks, sizes, sharded=True)
+    replicas = 2
+    if machines > 1:
+        replicas = machines
+    shards, remainder = divmod(ranks, replicas)
+    if shards > 1 and not remainder:
+        sizes: tuple[tuple[str, int], ...] = (("dp_replicate", replicas), ("dp_shard", shards))
+        yield PlannedLayout(f"hsdp{replicas}x{shards}", ranks, sizes, sharded=True)
     for size in (2, 4, 8):
-        rest = ranks // size
-        if ranks % size:
+        shards, remainder = divmod(ranks, size)
+        if remainder:
             continue
-        if rest > 1:
-            yield PlannedLayout(
-                f"tp{size}+fsdp{rest}", ranks, (("dp_shard", rest), ("tp", size)), sharded=True
-            )
-        shards = (("dp_shard", rest),) if rest > 1 else ()
-        for name in ("cp", "sp"):
-            over = f"+fsdp{rest}" if rest > 1 else ""
-            yield PlannedLayout(f"{name}{size}{over}", ranks, (*shards, (name, size)), sharded=True)
+        suffix = ""
+        outer: tuple[tuple[str, int], ...] = ()
+        kinds: tuple[str, ...] = ("cp", "sp")
+        if shards > 1:
+            suffix = f"+fsdp{shards}"
+            outer = (("dp_shard", shards),)
+            kinds = ("tp", "cp", "sp")
+        for kind in kinds:
+            name = f"{kind}{size}{suffix}"
+            sizes = (*outer, (kind, size))
+            yield PlannedLayout(name, ranks, sizes, sharded=True)

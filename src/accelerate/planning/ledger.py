@@ -130,16 +130,19 @@ class Ledger(tracing.OperationMode):
         if space in _MESSAGE_SPACES:
             for tensor in tensors:
                 self._follow(tensor, MESSAGES)
-            kind = _KIND_OF_COLLECTIVE.get(name.partition(".")[0])
+            collective = name.partition(".")[0]
+            kind = _KIND_OF_COLLECTIVE.get(collective)
             if kind is not None:
-                self.work.send(kind, _group_size(args), max(sizes, default=0))
+                largest = max(sizes, default=0)
+                self.work.send(kind, _group_size(args), largest)
             return
         for tensor in tensors:
             self._follow(tensor, ACTIVATIONS)
         flops = tracing.flops(operation, args, kwargs, out)
         if flops is not None and outputs:
+            dtype = str(outputs[0].dtype).removeprefix("torch.")
             self.work.operations += 1
-            self.work.flops[str(outputs[0].dtype).removeprefix("torch.")] += flops
+            self.work.flops[dtype] += flops
         elif not operation.is_view and operation.name().partition(".")[0] not in _FREE:
             self.work.operations += 1
             self.work.moved += sum(sizes)
@@ -192,9 +195,12 @@ class Ledger(tracing.OperationMode):
     def peak(self, since: int = 0, granularity: int = 1) -> dict[str, int]:
         """Bytes by kind at the event after `since` at which most are alive, each allocation rounded up."""
         changes = Counter[int]()
-        alive = [one for one in self.allocations if one.freed is None or one.freed > since]
+        alive = []
+        for allocation in self.allocations:
+            if allocation.freed is None or allocation.freed > since:
+                alive.append(allocation)
         for allocation in alive:
-            size = -(-allocation.size // granularity) * granularity
+            size = allocation.size + -allocation.size % granularity
             changes[max(allocation.born, since)] += size
             if allocation.freed is not None:
                 changes[allocation.freed] -= size

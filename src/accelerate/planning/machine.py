@@ -202,9 +202,9 @@ def _best(run: Callable[[], Any], inner: int = 1) -> float:
 
 def _measure(rank: int, ranks: int, port: int, threads: int, results: Any) -> None:
     torch.set_num_threads(threads)
-    store = dist.TCPStore(
-        "127.0.0.1", port, ranks, is_master=rank == 0, use_libuv=system.uses_libuv()
-    )
+    is_host = rank == 0
+    libuv = system.uses_libuv()
+    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=is_host, use_libuv=libuv)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     a = torch.randn(512, 512)
     b = torch.randn(512, 512)
@@ -224,8 +224,11 @@ def _measure(rank: int, ranks: int, port: int, threads: int, results: Any) -> No
         small_message = _collective(kind, _SIZES[0], ranks, rank)
         large_message = _collective(kind, _SIZES[1], ranks, rank)
         after_product = functools.partial(lambda message: (a @ b, message()), small_message)
-        steps = (after_product, small_message, large_message)
-        seconds["links"][kind] = [_best(step) for step in steps]
+        seconds["links"][kind] = [
+            _best(after_product),
+            _best(small_message),
+            _best(large_message),
+        ]
     dist.barrier()
     if rank == 0:
         results.put(seconds)
@@ -252,8 +255,6 @@ def _collective(kind: str, size: int, ranks: int, rank: int) -> Callable[[], Any
             return lambda: dist.all_to_all_single(other, full)
         case "broadcast":
             return lambda: dist.broadcast(full, 0)
-    return lambda: (
-        dist.send(full, (rank + 1) % ranks)
-        if rank % 2 == 0
-        else dist.recv(full, (rank - 1) % ranks)
-    )
+    if rank % 2 == 0:
+        return lambda: dist.send(full, (rank + 1) % ranks)
+    return lambda: dist.recv(full, (rank - 1) % ranks)

@@ -132,17 +132,22 @@ def _where(error: BaseException) -> str:
 def fake_batch(model: nn.Module, batch: BatchShape) -> dict[str, Any]:
     """The arguments of the model's forward: its first parameter, and labels if it takes them."""
     inner: Any = getattr(model, "module", model)
-    parameters = list(inspect.signature(inner.forward).parameters)
+    signature = inspect.signature(inner.forward)
+    parameters = list(signature.parameters)
     name = getattr(inner, "main_input_name", None) or parameters[0]
     shape = (batch.samples, *batch.shape)
-    dtype = batch.dtype or (torch.int64 if len(shape) == 2 else torch.float32)
+    dtype = batch.dtype
+    if dtype is None:
+        dtype = torch.float32
+        if len(shape) == 2:
+            dtype = torch.int64
     inputs = {name: torch.zeros(shape, dtype=dtype)}
     if "labels" in parameters:
-        per_sample = any(
-            word in type(inner).__name__
-            for word in ("SequenceClassification", "ImageClassification")
-        )
-        inputs["labels"] = torch.zeros(shape[:1] if per_sample else shape, dtype=torch.int64)
+        shape_of_labels = shape
+        class_name = type(inner).__name__
+        if "SequenceClassification" in class_name or "ImageClassification" in class_name:
+            shape_of_labels = shape[:1]
+        inputs["labels"] = torch.zeros(shape_of_labels, dtype=torch.int64)
     return inputs
 
 
@@ -160,7 +165,9 @@ def loss_of(outputs: Any) -> torch.Tensor:
     if isinstance(loss, torch.Tensor):
         return loss
     while not isinstance(outputs, torch.Tensor):
-        outputs = next(iter(outputs.values() if isinstance(outputs, dict) else outputs))
+        if isinstance(outputs, dict):
+            outputs = outputs.values()
+        outputs = next(iter(outputs))
     if outputs.dim() == 0:
         return outputs
     return outputs.float().mean()

@@ -170,7 +170,10 @@ def _received_from_all(children: Mapping[Connection, Any], layout: PlannedLayout
                 child.kill()
             return step
     largest = max(steps, key=lambda step: step.total)
-    computed = [max(1, sum(step.work[-1].flops.values())) for step in steps]
+    computed = []
+    for step in steps:
+        flops = sum(step.work[-1].flops.values())
+        computed.append(max(1, flops))
     most = max(computed)
     # The busiest stage waits until the first micro-batch has reached it and the last one has left the others: for
     # equal stages, (stages - 1) / micro-batches, and less with several stages on each rank.
@@ -215,12 +218,9 @@ def trace_step(
     batch = training.batch.of_rank(layout)
     # More batches than two in a window have the memory of two.
     micro = min(layout.accumulation, 2)
-    env.publish(
-        {
-            **launch_variables(training.configuration(layout)),
-            "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": micro,
-        }
-    )
+    configuration = training.configuration(layout)
+    variables = {**launch_variables(configuration), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": micro}
+    env.publish(variables)
     if not layout.replicated and layout.ranks > 1:
         # It sends nothing.
         rank = stage * (layout.ranks // layout.pipeline_ranks)
@@ -241,7 +241,9 @@ def trace_step(
     if layout.loading:
         loads.append(UNEVEN)
     # An allocator rounds blocks up to so many bytes.
-    granularity = 64 if training.device == "cpu" else 512
+    granularity = 512
+    if training.device == "cpu":
+        granularity = 64
     peaks = list[dict[str, int]]()
     works = list[Work]()
     with blocks, mode, ledger:
@@ -256,7 +258,8 @@ def trace_step(
             start = ledger.mark()
             for _ in range(micro):
                 with ledger.fresh_work() as work:
-                    _batch(accelerator, model, optimizer, fake_batch(model, batch), ledger)
+                    inputs = fake_batch(model, batch)
+                    _batch(accelerator, model, optimizer, inputs, ledger)
                     works.append(work)
             peaks.append(ledger.peak(start, granularity))
     memory = peaks[1]
@@ -265,13 +268,16 @@ def trace_step(
     even = sum(memory.values())
     uneven = sum(peaks[-1].values())
     if layout.replicated:
-        buckets = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        buckets = sum(parameter.nbytes for parameter in trained)
         memory[MESSAGES] += buckets
         messages = max(1, round(buckets / _BUCKET))
         last.send("all-reduce", layout.ranks, min(_BUCKET, buckets), messages)
+    spread = 0.0
     if uneven > even:
+        spread = (uneven - even) / (uneven + even)
         memory = {kind: (size + peaks[-1][kind]) // 2 for kind, size in memory.items()}
-    return Step(memory, (first, last), uneven=max(0.0, (uneven - even) / (uneven + even)))
+    return Step(memory, (first, last), uneven=spread)
 
 
 def _accelerator_of(
