@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.certify import joining, recording
+from accelerate.certify.comparison import Comparison
 from accelerate.certify.settings import VARIABLE, Settings
 from accelerate.parallel.gradients import local
 from accelerate.utils import FullyShardedDataParallelPlugin
@@ -33,7 +34,7 @@ SIZES = {
 TOLERANCE = 1e-10
 
 
-def fresh(layout, folder, monkeypatch, **options):
+def fresh(layout, folder, monkeypatch, plugin=None, **options):
     """An accelerator whose run is recorded in a folder, without an exit."""
     reset_states()
     folder.mkdir(exist_ok=True)
@@ -45,7 +46,9 @@ def fresh(layout, folder, monkeypatch, **options):
     monkeypatch.setenv(VARIABLE, str(path))
     if layout in SIZES:
         options["parallelism_config"] = ParallelismConfig(**SIZES[layout])
-    if "fsdp" in layout or layout in ("hsdp", "cp", "sp"):
+    if plugin is not None:
+        options["fsdp_plugin"] = plugin
+    elif "fsdp" in layout or layout in ("hsdp", "cp", "sp"):
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
             fsdp_version=2, cpu_ram_efficient_loading=False
         )
@@ -307,3 +310,65 @@ def test_replicas_that_differ_have_a_rank_and_a_dimension(nproc, tmp_path, monke
             assert (replicas["step"], replicas["kind"]) == (2, "gradient")
             assert replicas["name"].endswith("4.bias")
             assert (replicas["rank"], replicas["dimension"]) == (nproc - 1, dimension)
+
+
+@on_ranks(2)
+def test_flattened_parameters_and_their_state_have_names(tmp_path, monkeypatch):
+    """FSDP1 keeps gradients to itself: they are not compared."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=1, use_orig_params=False, cpu_ram_efficient_loading=False
+    )
+    accelerator = fresh("fsdp1", tmp_path / "run", monkeypatch, plugin=plugin)
+    model, reference = mlp(), mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plain = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    inputs, targets = data()
+    rows = slice(accelerator.process_index, None, 2)
+    accelerator.backward(nn.functional.mse_loss(model(inputs[rows]), targets[rows]))
+    optimizer.step()
+    nn.functional.mse_loss(reference(inputs), targets).backward()
+    plain.step()
+    for step in recorded(tmp_path / "run", accelerator):
+        parameters = dict(reference.named_parameters())
+        state = {}
+        for name, parameter in parameters.items():
+            state |= {f"{name} {key}": value for key, value in plain.state[parameter].items()}
+        expect(step, parameters, "parameter")
+        expect(step, state, "state")
+        gradients = {f"gradient/{name}": p.grad for name, p in parameters.items()}
+        assert not Comparison([{**step, **gradients}], [step]).differences
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return attended.transpose(1, 2).flatten(2)
+
+
+@on_ranks(2)
+def test_split_sequences_are_joined(tmp_path, monkeypatch):
+    accelerator = fresh("cp", tmp_path / "run", monkeypatch)
+    model, reference = Attention().double(), Attention().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    inputs, targets = data().unflatten(1, (2, -1))
+    x, y = inputs.clone(), targets.clone()
+    with accelerator.maybe_context_parallel(buffers=[x, y], buffer_seq_dims=[1, 1]):
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
+    optimizer.step()
+    expected = reference(inputs)
+    loss = nn.functional.mse_loss(expected, targets)
+    loss.backward()
+    for step in recorded(tmp_path / "run", accelerator):
+        outputs = {"qkv": reference.qkv(inputs).detach(), "Attention": expected.detach()}
+        expect(step, outputs, "output")
+        expect(step, {"0": loss.detach()}, "loss")
+        gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+        expect(step, gradients, "gradient")
