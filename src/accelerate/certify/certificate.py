@@ -212,6 +212,10 @@ class Certificate:
         if unseeded:
             return Row(layout.text, FAILED, notes=[unseeded])
         comparison = Comparison(expected, read_steps(run.folder), perturbed)
+        uneven = info.get("uneven")
+        if comparison.differences and uneven and uneven["step"] <= comparison.differences[0].step:
+            text = f"the loop depends on the rank: step {uneven['step']} has {uneven['batches']} batches on its ranks"
+            return Row(layout.text, FAILED, notes=[text])
         draws = (plain.info or {}).get("draws", [])
         return self._verdict(layout, comparison, info, draws)
 

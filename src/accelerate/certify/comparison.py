@@ -19,7 +19,7 @@ FACTOR = 8.0
 SHARP = 1e-4
 # Above which effect nothing can be told of a tensor, and above which part of such tensors nothing of their kind.
 VAGUE = 5e-2
-VAGUE_PART = 0.1
+VAGUE_PART = 0.5
 # Tensors with fewer elements may be moved by little, by chance.
 FEW = 16
 # Verdicts on a kind of tensors, and on a layout.

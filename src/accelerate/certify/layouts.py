@@ -12,7 +12,7 @@ from typing import Any
 
 from ..core.errors import ConfigurationError
 
-# Dimensions of a device mesh, with their fields of `ParallelismConfig`.
+# Dimensions of a device mesh in their order, with their fields of `ParallelismConfig`.
 _FIELDS = {
     "pp": "pp", "ddp": "dp_replicate", "fsdp": "dp_shard", "cp": "cp", "sp": "sp", "tp": "tp",
 }  # fmt: skip
@@ -40,6 +40,11 @@ class Layout:
     def processes(self) -> int:
         """The ranks of a run."""
         return math.prod(self.sizes.values())
+
+    @property
+    def ordered(self) -> str:
+        """The text with the dimensions in the order of a mesh; empty for one process."""
+        return "x".join(f"{name}:{self.sizes[name]}" for name in _FIELDS if name in self.sizes)
 
     @property
     def shards(self) -> int:

@@ -158,7 +158,10 @@ class RecordedRun(RunObserver):
         self._batches, self._losses = [], []
 
     def _join_samples(self, shards: list[tuple[list[list[torch.Tensor]], Tensors]]) -> None:
-        for i in range(max(len(batches) for batches, _ in shards)):
+        counts = [len(batches) for batches, _ in shards]
+        if len(set(counts)) > 1:
+            self._info.setdefault("uneven", {"step": self._steps + 1, "batches": counts})
+        for i in range(max(counts)):
             # A shard may have read fewer batches, or a placeholder.
             parts = [batches[i] for batches, _ in shards if batches[i : i + 1] not in ([], [[]])]
             for j, tensors in enumerate(zip(*parts, strict=False)):

@@ -113,7 +113,7 @@ class Script:
         """Run the script in a layout and record it in a folder. The children end with this process's exceptions."""
         used = installation or Installation()
         folder.mkdir(parents=True)
-        changes.setdefault("layout", layout.text)
+        changes.setdefault("layout", layout.ordered)
         settings_file = folder / "settings.json"
         dataclasses.replace(self.settings, folder=str(folder), **changes).write(settings_file)
         config_file = folder / "config.yaml"
