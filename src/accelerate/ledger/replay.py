@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import subprocess
@@ -88,8 +89,9 @@ class Replay:
         """The newest checkpoint before the step that is still there, and its step."""
         folder = self.ledger.folder
         saved: dict[str, int] = {}
-        events, _ = Tail(events_file(folder, 0)).read()
-        for event in events:
+        tail = Tail(events_file(folder, 0))
+        # Each call reads a part of a long file.
+        for event in itertools.chain.from_iterable(iter(lambda: tail.read()[0], [])):
             if event["event"] == "save":
                 saved[event["path"]] = event["step"]
             elif event["event"] == "resume":
