@@ -207,13 +207,14 @@ def remove_dropout(model: nn.Module) -> None:
 
 @torch.no_grad()
 def perturb(model: nn.Module) -> None:
-    """Move each parameter that trains by one unit in the last place, up or down."""
+    """Move each element of parameters that train by one unit in the last place, up or down. Zeros stay."""
     for number, parameter in enumerate(model.parameters()):
         values = local(parameter.detach())
         if values.is_meta or not (values.is_floating_point() and parameter.requires_grad):
             continue
-        limits = _signs(values, number) * torch.inf
-        values.copy_(torch.nextafter(values, limits))
+        moved = torch.nextafter(values, _signs(values, number) * torch.inf)
+        # What begins at zero, such as half of an adapter, has no unit in the last place.
+        values.copy_(moved.where(values != 0, values))
 
 
 def perturb_outputs(model: nn.Module, dtype: torch.dtype) -> None:
