@@ -379,7 +379,7 @@ def a_late_write_in_the_forward() -> None:
     train(model)
 
 
-@fault("fsdp:2", "optimizer", r"[02]\.", "lost write")
+@fault("fsdp:2", "optimizer", r"[02]\.", "other weights")
 def master_weights_are_lost() -> None:
     """What a step adds to the parameters is rounded to bf16."""
     copy_back = master.copy_back

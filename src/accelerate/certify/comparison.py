@@ -18,7 +18,7 @@ FACTOR = 8.0
 # Up to which effect of that run, relative to a tensor's norm, an equal tensor is equal without a further word.
 SHARP = 1e-4
 # Above which effect nothing can be told of a tensor, and above which part of such tensors nothing of their kind.
-VAGUE = 5e-2
+VAGUE = 0.1
 VAGUE_PART = 0.5
 # Tensors with fewer elements may be moved by little, by chance.
 FEW = 16

@@ -254,8 +254,8 @@ def perturb_gradients(gradients: Iterable[torch.Tensor], dtype: torch.dtype) -> 
 
 
 def _unit(values: torch.Tensor, dtype: torch.dtype) -> float:
-    """The relative rounding of values that are computed in a dtype."""
-    return max(torch.finfo(dtype).eps, torch.finfo(values.dtype).eps)
+    """The largest relative rounding of values that are computed in a dtype: half a unit in the last place."""
+    return 0.5 * max(torch.finfo(dtype).eps, torch.finfo(values.dtype).eps)
 
 
 def _signs(values: torch.Tensor, seed: int) -> torch.Tensor:
