@@ -182,6 +182,7 @@ def test_a_low_precision_has_a_verdict_of_its_own(certify, runs):
     row = certify("ddp:2").rows[0]
     assert row.verdict == "equal up to perturbation"
     assert row.items["parameter"].spread > 1e-4
+    assert f"parameter: rounding changes {row.items['parameter'].moved}" in row.text()
     assert row.items["gradient"].verdict == "equal"
 
 

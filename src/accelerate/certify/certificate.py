@@ -27,6 +27,7 @@ from .comparison import (
     FACTOR,
     FAILED,
     NOT_COMPARABLE,
+    SHARP,
     Comparison,
     Difference,
     Item,
@@ -90,11 +91,17 @@ class Row:
                     f" (the largest error is {item.ratio:.2g} of its tolerance: {kind} {item.name}, step {item.step})"
                 )
         for kind, item in self.items.items():
-            if item.vague and self.verdict != DIFFERENT:
+            if self.verdict not in (EQUAL_PERTURBED, NOT_COMPARABLE):
+                continue
+            if item.vague:
                 name, spread = max(item.vague.items(), key=lambda pair: pair[1])
                 lines.append(
                     f"  {kind}: {counted(len(item.vague), 'tensor')} not comparable, such as {name}, which rounding "
                     f"changes by {spread:.2g} of its norm"
+                )
+            elif item.spread > SHARP:
+                lines.append(
+                    f"  {kind}: rounding changes {item.moved} by {item.spread:.2g} of its norm"
                 )
         first = self.difference
         if first is not None:

@@ -82,7 +82,7 @@ class Item:
         tensors: their number, over all steps.
         ratio: the largest error in units of its tolerance. name, step: of that tensor.
         spread: the largest effect of the perturbation on a tensor, relative to its norm, among those that it leaves
-            comparable.
+            comparable. moved: the name of that tensor.
         vague: tensors on which the effect is above `VAGUE`: nothing can be told of them.
         vague_part: the largest part that these have in the norm of all tensors of a step.
     """
@@ -92,6 +92,7 @@ class Item:
     name: str = ""
     step: int = 0
     spread: float = 0.0
+    moved: str = ""
     vague: dict[str, float] = field(default_factory=dict)
     vague_part: float = 0.0
 
@@ -171,7 +172,8 @@ class Comparison:
                     vague += difference.size**2
                     item.vague.setdefault(difference.name, spread)
                     continue
-                item.spread = max(item.spread, spread)
+                if spread > item.spread:
+                    item.spread, item.moved = spread, difference.name
             ratio = difference.ratio
             if ratio > item.ratio:
                 item.ratio, item.name, item.step = ratio, difference.name, difference.step
