@@ -113,6 +113,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.optimizer.zero_grad()
         else:
             self.optimizer.zero_grad(set_to_none=set_to_none)
+        self.loop.after_zero_grad(self)
 
     def train(self) -> None:
         """Use the training weights of a schedule-free optimizer, which keeps two sets of weights."""

@@ -91,8 +91,8 @@ class Row:
                     f" (the largest error is {item.ratio:.2g} of its tolerance: {kind} {item.name}, step {item.step})"
                 )
         for kind, item in self.items.items():
-            if self.verdict not in (EQUAL_PERTURBED, NOT_COMPARABLE):
-                continue
+            if self.difference is not None:
+                break
             if item.vague:
                 name, spread = max(item.vague.items(), key=lambda pair: pair[1])
                 lines.append(

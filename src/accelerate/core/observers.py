@@ -119,6 +119,9 @@ class RunLoop:
         """Whether gradients that are to be cleared belong to a step that is still to come."""
         return False
 
+    def after_zero_grad(self, optimizer: Any) -> None:
+        """An optimizer has cleared the gradients that it knows."""
+
     def before_step(self, optimizer: Any, closure: Callable[[], Any] | None) -> bool:
         """An optimizer is about to step. Returns whether it may: all ranks decide alike."""
         for observer in self.active:

@@ -104,9 +104,10 @@ class Replay:
             # Another save may have replaced it.
             if read_manifest(path).progress.get("step") == step:
                 return path, step
+        steps = ", ".join(map(str, sorted(saved.values()))) or "none"
         raise ConfigurationError(
-            f"{folder} has no checkpoint before step {self.step} (saved at steps {sorted(saved.values())}; those that "
-            "are gone or damaged do not count): choose a later step, or run from the beginning with --from_start"
+            f"{folder} has no checkpoint before step {self.step} (saved steps: {steps}; those that are gone or "
+            "damaged do not count): choose a later step, or run from the beginning with --from_start"
         )
 
     def _check_program(self) -> None:

@@ -103,7 +103,8 @@ class AccumulatedGradients:
             unsharded = unsharded_parameter(sharded)
             if id(shard) in parameters or id(unsharded) in parameters:
                 gradients.append(shard.grad)
-                gradients += waiting_gradients(sharded)
+                for owner, attribute in waiting_gradients(sharded):
+                    gradients.append(getattr(owner, attribute))
         return [local(gradient) for gradient in gradients if gradient is not None]
 
     def take(self) -> Gradients:

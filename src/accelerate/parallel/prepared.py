@@ -146,6 +146,9 @@ class PreparedModel:
         """
         return None
 
+    def drop_waiting_gradients(self, optimizer: Any) -> None:
+        """Clear what backwards in `no_sync` have left to a later one and an optimizer cannot clear."""
+
     @property
     def rank_state(self) -> RankState | None:
         """State that differs on each rank beyond the parameters; None where there is none."""

@@ -104,6 +104,13 @@ class MainLoop(RunLoop):
         """Whether the step that uses the gradients is still to come in this window."""
         return self._accumulation.keeps_gradients(optimizer)
 
+    def after_zero_grad(self, optimizer: AcceleratedOptimizer) -> None:
+        """Clear what the layout of a model keeps elsewhere."""
+        objects = self._objects()
+        if objects is not None:
+            for prepared in objects.models:
+                prepared.drop_waiting_gradients(optimizer.optimizer)
+
     def before_step(
         self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None
     ) -> bool:

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -95,13 +94,16 @@ def unsharded_parameter(shard: FSDPParam) -> nn.Parameter | None:
     return getattr(shard, "_unsharded_param", None)
 
 
-def waiting_gradients(shard: FSDPParam) -> list[torch.Tensor]:
-    """The gradients that wait for a reduction: of the unsharded parameter, and their sum in another dtype."""
+def waiting_gradients(shard: FSDPParam) -> list[tuple[object, str]]:
+    """Where gradients wait for a reduction: the unsharded parameter, and their sum in another dtype.
+
+    Returns:
+        (object, its attribute), which may be None.
+    """
     unsharded = unsharded_parameter(shard)
     if unsharded is None:
         return []
-    gradients = (unsharded.grad, shard.unsharded_accumulated_grad)
-    return [gradient for gradient in gradients if gradient is not None]
+    return [(unsharded, "grad"), (shard, "unsharded_accumulated_grad")]
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FSDP2: adapters over a frozen model, fp16 with an overflow in one rank's shard, one plugin for two runs."""
 
+import contextlib
 import copy
 from unittest.mock import patch
 
@@ -227,6 +228,43 @@ def test_outputs_stay_in_the_dtype_of_the_computation():
         assert output.dtype is expected and output.grad_fn is not None
         accelerator.backward(output.sum())
         assert all(parameter.grad.dtype is torch.float32 for parameter in model.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "plugin", [None, {"fsdp_version": 1, "use_orig_params": True}, {"fsdp_version": 2}]
+)
+def test_gradients_of_no_sync_that_are_thrown_away(plugin):
+    """A critic's gradients of the other model's loss are not reduced, and `zero_grad` clears them."""
+    samples = torch.randn(4, 2 * BATCH, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+
+    def made():
+        torch.manual_seed(0)
+        models = [nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, 1).double()]
+        return [*models, *(torch.optim.SGD(model.parameters(), lr=0.1) for model in models)]
+
+    def train(actor, critic, actor_step, critic_step, backward, no_sync, part):
+        for x in samples:
+            backward(critic(part(x)).square().mean() + critic(actor(part(x)).detach()).mean())
+            critic_step.step()
+            critic_step.zero_grad()
+            with no_sync(critic):
+                backward(critic(actor(part(x))).square().mean())
+            actor_step.step()
+            actor_step.zero_grad()
+            critic_step.zero_grad()
+
+    plain = made()
+    train(*plain, torch.Tensor.backward, contextlib.nullcontext, lambda x: x)
+    accelerator = fresh(None if plugin is None else Plugin(**plugin))
+    prepared = accelerator.prepare(*made())
+    rank = dist.get_rank()
+    train(*prepared, accelerator.backward, accelerator.no_sync, lambda x: x.chunk(2)[rank])
+    for model, expected in zip(prepared[:2], plain[:2], strict=True):
+        state = accelerator.get_state_dict(model)
+        if rank == 0:
+            for name, value in expected.state_dict().items():
+                torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12, msg=name)
 
 
 @on_ranks(2)

@@ -18,12 +18,14 @@ from ...collectives import transport
 from ...config.fsdp import FullyShardedDataParallelPlugin
 from ...core.devices import kind_of
 from ...core.errors import ConfigurationError
+from ...optimizer import parameters_of
 from ...parallelism_config import ParallelismConfig
 from ...placement.subclasses import is_quantized_layer
 from ...precision.base import Precision
 from ...precision.modules import find_regions
 from ...runtime import group, mesh
 from ...runtime.channel import backends_of
+from ...torch_internals.fsdp2 import sharded_parameter, shards_of, waiting_gradients
 from .. import materialize
 from ..adopted.layout import find_layout, reducers_of
 from ..compile import Compile
@@ -40,6 +42,7 @@ class Fsdp2Model(ShardedModel):
     """A model whose units FSDP2 shards."""
 
     _syncs = True  # whether a backward reduces gradients
+    _has_waited = False  # whether a backward has ever left its gradients to a later one
 
     @functools.cached_property
     def outer_units(self) -> list[FSDPModule]:
@@ -56,6 +59,7 @@ class Fsdp2Model(ShardedModel):
     def no_sync(self) -> Iterator[None]:
         """Backwards in this context do not reduce gradients; blocks may be nested."""
         before, self._syncs = self._syncs, False
+        self._has_waited = True
         for unit in self.outer_units:
             unit.set_requires_gradient_sync(False)
         try:
@@ -65,6 +69,16 @@ class Fsdp2Model(ShardedModel):
             self._syncs = before
             for unit in self.outer_units:
                 unit.set_requires_gradient_sync(before)
+
+    def drop_waiting_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """FSDP2 keeps them with the unsharded parameters, which an optimizer does not know."""
+        if not self._has_waited:
+            return
+        trained = set(map(id, parameters_of(optimizer)))
+        for shard in shards_of(self.units()):
+            if id(sharded_parameter(shard)) in trained:
+                for owner, attribute in waiting_gradients(shard):
+                    setattr(owner, attribute, None)
 
     def new_parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters that no unit has: nothing averages their gradients."""
