@@ -301,7 +301,7 @@ def build(layout, seed, width=8):
     lay_out(model, layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     prepared = Fsdp2Model(model, Precision(), torch.device("cpu"), saves_shards=True)
-    models, optimizers = [prepared], [PreparedOptimizer(optimizer, prepared)]
+    models, optimizers = [prepared], [prepared.prepared_optimizer(optimizer)]
     return (
         model,
         optimizer,

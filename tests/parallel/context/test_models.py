@@ -465,10 +465,6 @@ def test_refusals(size):
             [whole.clone().requires_grad_()], [1]
         ).__enter__(),
     )
-    refused(
-        "some of its buffers",
-        lambda: accelerator.maybe_context_parallel([whole], [1], {whole.clone()}).__enter__(),
-    )
     assert F.scaled_dot_product_attention.__module__ != "accelerate.parallel.context.region"
     call(Layer(4, dropout_p=0.5))
     call(Layer(4, attn_mask=torch.randn(4, 16, 16)))

@@ -84,6 +84,11 @@ def common_length(
     Raises:
         ConfigurationError: naming the index of a buffer, for buffers that cannot be split together.
     """
+    if len(buffers) != len(dimensions):
+        raise ConfigurationError(
+            f"maybe_context_parallel has {len(buffers)} buffers and {len(dimensions)} buffer_seq_dims: give one "
+            "dimension for each buffer"
+        )
     if not buffers:
         raise ConfigurationError(
             f"maybe_context_parallel has no buffers, and {layout}: nothing would be split. Give "
