@@ -7,6 +7,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from ..core import env, json_text
 from ..core.errors import ConfigurationError
@@ -14,9 +15,20 @@ from ..core.errors import ConfigurationError
 # A file with the settings. A run whose environment has it is recorded.
 VARIABLE = "ACCELERATE_CERTIFY_FILE"
 
+_Settings = TypeVar("_Settings")
+
 
 @dataclass(frozen=True)
-class Settings:
+class ProcessSettings:
+    """What a command tells the processes that it starts, in a file."""
+
+    def write(self, path: Path) -> None:
+        """Write the file that `read_as` reads."""
+        path.write_text(json.dumps(dataclasses.asdict(self)))
+
+
+@dataclass(frozen=True)
+class Settings(ProcessSettings):
     """How a run is recorded.
 
     Fields:
@@ -39,23 +51,24 @@ class Settings:
     dtype: str | None = None
     exits: bool = True
 
-    def write(self, path: Path) -> None:
-        """Write the file that `read` reads."""
-        path.write_text(json.dumps(dataclasses.asdict(self)))
-
 
 def read() -> Settings | None:
-    """The settings of this process; None in a run that is not recorded.
+    """The settings of this process; None in a run that is not recorded. Raises as `read_as`."""
+    return read_as(Settings, VARIABLE, "accelerate certify")
+
+
+def read_as(kind: type[_Settings], variable: str, command: str) -> _Settings | None:
+    """The settings that a command has written for this process; None where its variable is not set.
 
     Raises:
         ConfigurationError: the variable names no such file.
     """
-    path = env.get(VARIABLE)
+    path = env.get(variable)
     if path is None:
         return None
     try:
-        return Settings(**json_text.read(Path(path), limit=1 << 16, numbers=True))
+        return kind(**json_text.read(path, limit=1 << 16))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigurationError(
-            f"{VARIABLE}={path}: it is not a file that `accelerate certify` wrote ({error}). Unset the variable"
+            f"{variable}={path}: it is not a file that `{command}` wrote ({error}). Unset the variable"
         ) from None

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import json
 import os
 import statistics
@@ -17,9 +16,9 @@ from typing import Any
 
 import torch
 
+from ..certify.settings import ProcessSettings, read_as
 from ..checkpointing.loading import LoadReport, load_run
-from ..core import env, json_text, messages
-from ..core.errors import ConfigurationError
+from ..core import messages
 from ..core.observers import RunObserver
 from ..core.trees import leaves, map_leaves
 from ..optimizer import AcceleratedOptimizer
@@ -35,7 +34,7 @@ VARIABLE = "ACCELERATE_REPLAY_FILE"
 
 
 @dataclass(frozen=True)
-class ReplaySettings:
+class ReplaySettings(ProcessSettings):
     """What a process of a replay does.
 
     Fields:
@@ -56,26 +55,10 @@ class ReplaySettings:
     find: str | None = None
     perturb: bool = False
 
-    def write(self, path: Path) -> None:
-        """Write the file that `read` reads."""
-        path.write_text(json.dumps(dataclasses.asdict(self)))
-
 
 def read() -> ReplaySettings | None:
-    """The settings of this process; None in a run that is no replay.
-
-    Raises:
-        ConfigurationError: the variable names no such file.
-    """
-    path = env.get(VARIABLE)
-    if path is None:
-        return None
-    try:
-        return ReplaySettings(**json_text.read(path, limit=1 << 16))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigurationError(
-            f"{VARIABLE}={path}: it is not a file that `accelerate replay` wrote ({error}). Unset the variable"
-        ) from None
+    """The settings of this process; None in a run that is no replay. Raises as `read_as`."""
+    return read_as(ReplaySettings, VARIABLE, "accelerate replay")
 
 
 class ReplayedCheckpoints(RunCheckpoints):
