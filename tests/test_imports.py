@@ -26,6 +26,7 @@ WITHOUT_TORCH = [
     "accelerate.commands.monitor",
     "accelerate.commands.report",
     "accelerate.core.availability",
+    "accelerate.core.buckets",
     "accelerate.core.constants",
     "accelerate.core.enums",
     "accelerate.core.env",
@@ -44,6 +45,7 @@ WITHOUT_TORCH = [
 
 # Parts of torch that cost more than this package, and serve some runs only: those runs import them.
 HEAVY = [
+    "obstore",
     "sympy",
     "torch._dynamo",
     "torch.distributed.checkpoint",

@@ -51,6 +51,14 @@ class MissingCheckpointError(CheckpointError, ValueError):
     """There is no checkpoint where one is to be loaded. Scripts that may resume catch the API's ValueError."""
 
 
+class BucketAccessError(CheckpointError, PermissionError):
+    """A store refuses a request: no such bucket, no rights, wrong credentials, a clock that is off."""
+
+
+class BucketUnreachableError(CheckpointError, ConnectionError):
+    """A store cannot be reached, or fails, in spite of retries."""
+
+
 class _ShortTraceback:
     """A block of a public method from which errors of a wrong argument leave as if that method had raised them."""
 

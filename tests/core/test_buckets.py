@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects in buckets: what a store keeps, and what the errors say."""
+
+import os
+import random
+import threading
+import time
+from collections import Counter
+
+import pytest
+from s3_server import RandomFaults, S3Server, Script
+
+from accelerate.core import buckets
+from accelerate.core.buckets import Bucket, is_bucket
+from accelerate.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+)
+
+LIMIT = 1 << 30
+BIG = random.Random(0).randbytes(buckets.PART_SIZE * 2 + 12345)
+
+
+@pytest.fixture
+def server():
+    with S3Server() as server:
+        yield server
+
+
+@pytest.fixture(params=["s3://bucket/folder", "memory://bucket/folder"])
+def bucket(request, server, monkeypatch):
+    monkeypatch.setattr(buckets, "_buckets", {})
+    return Bucket.of(request.param)[0]
+
+
+@pytest.fixture
+def s3(server):
+    return Bucket.of("s3://bucket")[0]
+
+
+def is_equal_to(data):
+    return lambda found: found == data
+
+
+def test_what_is_a_bucket(tmp_path):
+    names = ["s3://b/x", "S3://b", "gs://b/x", "az://b/x", "memory://b/x"]
+    assert all(is_bucket(name) for name in names)
+    # A path object takes one slash away.
+    assert is_bucket(tmp_path.__class__("s3://b/x"))
+    paths = ["x", "/x", "C:\\x", "C:/x", "run:1/x", "hf://a/b", tmp_path, None, 3]
+    assert not any(is_bucket(path) for path in paths)
+    with pytest.raises(ConfigurationError, match=r"ftp://b/x.*accelerate\[buckets\]"):
+        is_bucket("ftp://b/x")
+
+
+@pytest.mark.parametrize("location", ["s3://", "s3:///", "s3://b/../x", "az://b/x"])
+def test_locations_that_name_no_bucket(location, monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("AZURE_"):
+            monkeypatch.delenv(name)
+    with pytest.raises(ConfigurationError, match=location.partition(":")[0]):
+        Bucket.of(location)
+
+
+def test_without_the_package_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setattr(buckets, "is_available", lambda name: False)
+    with pytest.raises(ConfigurationError, match=r"s3://b/x.*accelerate\[buckets\]"):
+        Bucket.of("s3://b/x")
+
+
+def test_a_location_gives_the_same_store(server):
+    first, key = Bucket.of("s3://bucket/a//b/")
+    assert key == "a/b" and Bucket.of("s3://bucket")[0] is first
+    os.environ["AWS_REGION"] = "eu-west-1"
+    assert Bucket.of("s3://bucket")[0] is not first
+    memory, _ = Bucket.of("memory://x/y")
+    assert Bucket.of("memory://x")[0] is memory
+
+
+def test_objects_are_written_read_listed_and_deleted(bucket):
+    odd = "a b/é+x%20&#"
+    bucket.write(odd, [b"ab", memoryview(bytearray(b"cd"))])
+    bucket.write("empty", [])
+    bucket.write("folder/one", [b"1"])
+    bucket.write("folder/two/three", [b"123"])
+    bucket.write("folderx", [b"1"])
+    assert bucket.get(odd, 4) == b"abcd" and bucket.get("empty", 0) == b""
+    with pytest.raises(OSError, match="4 bytes; at most 3"):
+        bucket.get(odd, 3)
+    entry = bucket.stat("folder/two/three")
+    assert (entry.key, entry.size) == ("folder/two/three", 3)
+    assert abs(entry.modified - time.time()) < 60
+    inside = {entry.key: entry.size for entry in bucket.objects("folder")}
+    assert inside == {"folder/one": 1, "folder/two/three": 3}
+    assert {entry.key for entry in bucket.objects("")} == {odd, "empty", "folderx", *inside}
+    folders, entries = bucket.children("folder")
+    assert (folders, [entry.key for entry in entries]) == (["two"], ["folder/one"])
+    assert bucket.children("")[0] == ["a b", "folder"]
+    assert bucket.children("nothing") == ([], [])
+    bucket.delete(["folder/one", "absent", odd])
+    bucket.delete([])
+    assert {entry.key for entry in bucket.objects("")} == {"empty", "folderx", "folder/two/three"}
+    for act in (bucket.stat, lambda key: bucket.get(key, 9)):
+        with pytest.raises(FileNotFoundError, match="bucket/folder/one"):
+            act("folder/one")
+    assert bucket.version("folder/one") is None
+
+
+def test_long_listings_and_deletions(server, s3):
+    for number in range(2500):
+        s3.write(f"many/{number % 3}/{number}", [b"1"])
+    keys = [entry.key for entry in s3.objects("many")]
+    assert len(set(keys)) == 2500 and s3.children("many")[0] == ["0", "1", "2"]
+    assert len(s3.children("many/1")[1]) == 833
+    s3.delete(keys)
+    assert server.keys() == []
+
+
+def test_large_objects_go_in_parts_and_come_in_ranges(bucket, server):
+    cut = buckets.PART_SIZE - 5
+
+    def pieces():
+        # The memory of a piece changes when the next one is taken.
+        memory = bytearray(cut)
+        for start in range(0, len(BIG), cut):
+            piece = BIG[start : start + cut]
+            memory[: len(piece)] = piece
+            yield memoryview(memory)[: len(piece)]
+
+    bucket.write("big", pieces(), len(BIG))
+    target = bytearray(len(BIG) - 7)
+    views = [memoryview(target)[:3], memoryview(target)[3:]]
+    bucket.read("big", 7, views)
+    assert target == BIG[7:]
+    bucket.read("big", 7, [])
+    if bucket.url.startswith("s3"):
+        acts = Counter(request.act for request in server.requests)
+        # One number of the version, four ranges.
+        assert acts == {"begin": 1, "part": 3, "complete": 1, "get": 1 + 4}
+    for offset in (len(BIG) - 2, len(BIG) + 2):
+        with pytest.raises(OSError, match="bucket/big") as caught:
+            bucket.read("big", offset, [memoryview(bytearray(5))])
+        assert not isinstance(caught.value, CheckpointError)
+    with pytest.raises(FileNotFoundError, match="bucket/none"):
+        bucket.read("none", 0, [memoryview(bytearray(5))])
+
+
+def test_an_error_of_the_pieces_leaves_nothing(bucket, server):
+    def pieces():
+        yield BIG
+        raise ZeroDivisionError
+
+    bucket.write("kept", [b"old"])
+    for key in ("new", "kept"):
+        with pytest.raises(ZeroDivisionError):
+            bucket.write(key, pieces())
+    assert bucket.get("kept", 9) == b"old" and bucket.version("new") is None
+    assert server.uploads == {}
+
+
+def test_create_and_replace(bucket):
+    assert bucket.create("m", b"1", is_equal_to(b"1"))
+    assert not bucket.create("m", b"2", is_equal_to(b"2"))
+    content, version = bucket.get_with_version("m", 9)
+    assert content == b"1" and version == bucket.version("m")
+    assert bucket.replace("m", b"3", version, is_equal_to(b"3"))
+    assert not bucket.replace("m", b"4", version, is_equal_to(b"4"))
+    assert not bucket.replace("none", b"4", version, is_equal_to(b"4"))
+    assert bucket.get("m", 9) == b"3" and bucket.version("none") is None
+
+
+@pytest.mark.parametrize(
+    "faults",
+    ["500", "503 500", "reset", "slow", "500-after", "reset-after", "409", "reset-after 409 500"],
+)
+def test_a_lost_answer_to_a_conditional_put_is_cleared_up(server, s3, faults):
+    server.faults = Script(*faults.split(), act="put")
+    assert s3.create("m", b"1", is_equal_to(b"1"))
+    version = s3.version("m")
+    server.faults = Script(*faults.split(), act="put")
+    assert s3.replace("m", b"2", version, is_equal_to(b"2"))
+    assert not server.faults.names and server.data("m") == b"2"
+    server.faults = Script(*faults.split(), act="put")
+    assert not s3.create("m", b"3", is_equal_to(b"3"))
+    server.faults = Script(*faults.split(), act="put")
+    assert not s3.replace("m", b"3", version, is_equal_to(b"3"))
+    assert server.data("m") == b"2"
+
+
+def test_of_two_writers_one_wins(server, s3):
+    server.faults = RandomFaults(
+        0, 0.3, ["500", "reset", "500-after", "reset-after", "409"], most_in_row=3
+    )
+    for number in range(12):
+        key, winners, version = f"m{number}", [], None
+        if number % 2:
+            s3.write(key, [b"first"])
+            version = s3.version(key)
+
+        def write(data, key=key, version=version, winners=winners):
+            if version:
+                won = s3.replace(key, data, version, is_equal_to(data))
+            else:
+                won = s3.create(key, data, is_equal_to(data))
+            if won:
+                winners.append(data)
+
+        writers = [threading.Thread(target=write, args=(bytes([65 + n]),)) for n in range(3)]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join()
+        assert winners == [server.data(key)]
+    assert sum(server.injected.values()) > 10
