@@ -128,7 +128,7 @@ class Accelerator(RunInterface):
         megatron_lm_plugin: options of Megatron-LM.
         rng_types: the random number generators that are synchronized over the processes at the start of each epoch.
         log_with: the trackers: names, `LoggerType` members, tracker objects, or "all".
-        project_dir: the folder for logs and checkpoints.
+        project_dir: the folder for logs and checkpoints. Checkpoints alone can be in a bucket: "s3://bucket/run".
         project_config: the folders of the project and the naming of checkpoints.
         gradient_accumulation_plugin: options of gradient accumulation, instead of `gradient_accumulation_steps`.
         step_scheduler_with_optimizer: whether a scheduler steps only when its optimizer does. If False, a scheduler
@@ -147,6 +147,7 @@ class Accelerator(RunInterface):
             that is prepared for training, after the layout (before it, if the object has `before_layout = True`).
             By default ACCELERATE_TRANSFORMS, names separated by commas.
         resume: "auto" resumes from the project's newest checkpoint at the first pass over a loader; see `resume`.
+            `accelerate launch --resume` sets it, and the project's folder.
         telemetry: record each step of each process: True, or the folder of the run. True takes the `logging_dir` or
             `project_dir` of the project, else `runs/<script>-<time>`. By default ACCELERATE_TELEMETRY, else False.
         non_finite: what happens before an optimizer step whose loss or gradients are not finite on any process.
@@ -274,6 +275,10 @@ class Accelerator(RunInterface):
         project = project_config or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and project.project_dir is None:
             project.set_directories(project_dir)
+        launched_project = env.get("ACCELERATE_RESUME")
+        if launched_project is not None:
+            project.set_directories(launched_project)
+            resume = "auto"
         self._replay = read_replay()
         log_folder = project.logging_dir
         if self._replay is not None:
@@ -302,6 +307,8 @@ class Accelerator(RunInterface):
         if profile is not None:
             self._loop.add(profile)
         self._out_of_memory = OutOfMemory(self._objects, self._recorder)
+        if project.automatic_checkpoint_naming or resume is not None:
+            self._checkpoints.check_bucket()
         if resume is not None:
             if resume != "auto":
                 raise ConfigurationError(

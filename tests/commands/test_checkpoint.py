@@ -2,13 +2,16 @@
 """`accelerate checkpoint`: whole checkpoints pass, damaged ones are named."""
 
 import hashlib
+import json
 
 import pytest
 import torch
+from s3_server import S3Server, Stored
 
 from accelerate import Accelerator
 from accelerate.checkpointing.layout import read_manifest, set_aside
 from accelerate.commands.checkpoint import main
+from accelerate.core import buckets
 from accelerate.utils import ProjectConfiguration
 
 
@@ -77,6 +80,71 @@ def test_the_certificate_of_a_run_is_named(project, tmp_path, capsys, monkeypatc
     accelerator.save_state(tmp_path / "unnamed")
     assert str(card) in caplog.text
     assert "certificate" not in (tmp_path / "unnamed" / "checkpoint_manifest.json").read_text()
+
+
+def check(location, capsys, *options):
+    """The exit code of a check, and {promise: (kept, detail)}."""
+    code = run("check", location, "--json", "--size", 20, *options)
+    promises = json.loads(capsys.readouterr().out)["promises"]
+    return code, {row["name"]: (row["kept"], row["detail"]) for row in promises}
+
+
+def broken(promises):
+    return {name for name, (kept, _) in promises.items() if not kept}
+
+
+def test_a_store_that_keeps_its_promises(capsys):
+    with S3Server() as server:
+        server.objects["bucket", "run/theirs"] = Stored(b"of the user", "1", 0.0)
+        code, promises = check("s3://bucket/run", capsys)
+        assert code == 0 and broken(promises) == set() and len(promises) == 11
+        # The large object went up in parts, and nothing is left.
+        assert {"part", "complete"} <= {request.act for request in server.requests}
+        assert server.keys() == ["run/theirs"] and server.uploads == {}
+        assert all(key.startswith("run/") for key in {each.key for each in server.requests} - {""})
+    assert run("check", "memory://promises/run", "--size", 1) == 0
+    assert capsys.readouterr().out.count("ok ") == 11
+
+
+@pytest.mark.parametrize(
+    "store, expected",
+    [
+        # As those from before conditional writes: each of two runs would think that it has saved.
+        ({"conditions": False}, {"create-only", "conditional replacement"}),
+        ({"stale": 60.0}, {"list-after-write"}),
+    ],
+)
+def test_a_store_that_breaks_a_promise(store, expected, capsys):
+    with S3Server(**store) as server:
+        code, promises = check("s3://bucket", capsys)
+    assert code == 1 and broken(promises) == expected
+    if "conditions" in store:
+        assert "5 of 5" in promises["create-only"][1]
+        assert server.keys() == []
+
+
+@pytest.mark.parametrize(
+    "act, right", [("put", "put"), ("list", "list"), ("delete_many", "delete"), ("get", "get")]
+)
+def test_a_right_that_is_missing_is_named(act, right, capsys):
+    with S3Server(faults=lambda request: "403" if request.act == act else None):
+        code, promises = check("s3://bucket/run", capsys)
+    assert code == 1 and right in broken(promises)
+    assert "AccessDenied" in promises[right][1]
+    if right == "put":
+        # Nothing else can be tried.
+        assert list(promises) == ["put"]
+
+
+def test_a_check_needs_a_bucket_that_is_there(tmp_path, capsys, monkeypatch):
+    with S3Server():
+        code, promises = check("s3://absent/run", capsys)
+        assert code == 1 and "NoSuchBucket" in promises["put"][1]
+    assert run("check", tmp_path) == 2
+    assert str(tmp_path) in capsys.readouterr().err
+    monkeypatch.setattr(buckets, "is_available", lambda name: name != "obstore")
+    assert run("check", "s3://bucket/run") == 2
+    assert "accelerate[buckets]" in capsys.readouterr().err
 
 
 def test_nothing_there(tmp_path, capsys):

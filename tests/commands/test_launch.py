@@ -4,9 +4,10 @@
 import socket
 
 import pytest
+from s3_server import SECRET, S3Server
 
 from accelerate.commands import launch
-from accelerate.core import system
+from accelerate.core import buckets, system
 
 CPU, GPUS = system.Accelerators("cpu", 0), system.Accelerators("cuda", 2, "CUDA_VISIBLE_DEVICES")
 FILES = {
@@ -159,6 +160,16 @@ CASES = [
     ),
     (
         CPU,
+        "--resume s3://bucket train.py",
+        "s3://bucket: `pip install accelerate[buckets]`",
+    ),
+    (
+        CPU,
+        "--resume s4://bucket/run train.py",
+        "'s4://bucket/run'",
+    ),
+    (
+        CPU,
         "-m --no_python train.py",
         "module (flag --module) and no_python (flag --no_python) contradict each other",
     ),
@@ -173,6 +184,7 @@ def test_one_error_and_nothing_started(machine, line, told, tmp_path, monkeypatc
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(system, "accelerators", lambda: machine)
+    monkeypatch.setattr(buckets, "is_available", lambda name: name != "obstore")
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
@@ -192,3 +204,20 @@ def test_one_error_and_nothing_started(machine, line, told, tmp_path, monkeypatc
     assert len(errors) == 1 and errors[0].startswith("accelerate: error: ")
     assert told.replace("PORT", port) in errors[0]
     assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize(
+    "fault, told", [("403", "AccessDenied"), ("skew", "clock"), (None, "bucket")]
+)
+def test_a_bucket_that_cannot_be_saved_to_is_known_before_the_start(
+    fault, told, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("open('started', 'w')")
+    with S3Server(buckets=["bucket"] if fault else [], faults=lambda request: fault):
+        with pytest.raises(SystemExit) as end:
+            launch.main(["--cpu", "--resume", "s3://bucket/run", "train.py"])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and told in error and "s3://bucket/run" in error
+    assert SECRET not in error and not (tmp_path / "started").exists()

@@ -94,7 +94,11 @@ def contains(whole, part):
     return whole == part
 
 
-def test_the_manifest_of_the_examples_is_what_the_launcher_writes(tmp_path, validate):
+@pytest.mark.parametrize(
+    "name, output",
+    [("kubernetes", "/runs/train"), ("kubernetes_bucket", "s3://checkpoints/train")],
+)
+def test_the_manifest_of_the_examples_is_what_the_launcher_writes(tmp_path, validate, name, output):
     options = [
         "--num_processes",
         16,
@@ -116,13 +120,13 @@ def test_the_manifest_of_the_examples_is_what_the_launcher_writes(tmp_path, vali
     ]
     env = environment(tmp_path / "home")
     del env["ACCELERATE_USE_CPU"], env["OMP_NUM_THREADS"]
-    script = ["train.py", "--output", "/runs/train"]
+    script = ["train.py", "--output", output]
     written = list(
         yaml.safe_load_all(run([*command, "--mixed_precision", "bf16", *script], env, tmp_path))
     )
     (container,) = written[1]["spec"]["template"]["spec"]["containers"]
     container["env"] = [item for item in container["env"] if "DYNAMO" not in item["name"]]
-    ready = ready_file("kubernetes")
+    ready = ready_file(name)
     for document, generated in zip(ready, written, strict=True):
         validate(document)
         assert contains(document, generated)

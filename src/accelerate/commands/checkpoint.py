@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`accelerate checkpoint verify PATH` and `list PATH`: which checkpoints are complete and undamaged."""
+"""`accelerate checkpoint`: which checkpoints are complete and undamaged, and what a bucket keeps of its promises."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..core.buckets import is_bucket
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import user_path
 from ..core.objects import size_of
@@ -20,9 +23,10 @@ if TYPE_CHECKING:
 def parser() -> Parser:
     """Return the parser of `accelerate checkpoint`."""
     made = Parser(
-        prog="accelerate checkpoint", description="List checkpoints, or verify their checksums."
+        prog="accelerate checkpoint",
+        description="List checkpoints, verify their checksums, or check a bucket.",
     )
-    actions = made.add_subparsers(dest="action", required=True, metavar="verify | list")
+    actions = made.add_subparsers(dest="action", required=True, metavar="verify | list | check")
     for name, what in (
         (
             "verify",
@@ -37,12 +41,26 @@ def parser() -> Parser:
         action.add_argument(
             "path", help="a checkpoint, a folder of checkpoints, or the folder of a project"
         )
+    what = (
+        "try on small objects, which are removed again, what checkpoints rely on: rights, conditional writes, reads "
+        "and listings that show what was written; exit code 1 if the store does otherwise"
+    )
+    action = actions.add_parser("check", help=what, description=what)
+    action.add_argument("path", help="a place in a bucket, such as s3://bucket/run")
+    action.add_argument("--json", action="store_true", help="print one JSON object")
+    action.add_argument(
+        "--size", type=int, default=64, help="MiB of the object that measures the speed (64)"
+    )
     return made
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the command. Exits with 1 if a checkpoint is incomplete or damaged, or if there is none."""
     options = parser().parse_args(arguments)
+    if options.action == "check":
+        with exit_on(ConfigurationError):
+            kept = _check_store(options.path, options.size, options.json)
+        sys.exit(0 if kept else 1)
     with exit_on(ConfigurationError):
         path = user_path(options.path, "path")
     folders, damaged = _folders(path)
@@ -57,6 +75,26 @@ def main(arguments: list[str] | None = None) -> None:
                 f"set aside {folder}: a run has renamed it when it could not be loaded; no run reads or removes it"
             )
     sys.exit(0 if all(sound) else 1)
+
+
+def _check_store(location: str, size: int, as_json: bool) -> bool:
+    """Print each promise of the store of a location. Return whether all were kept."""
+    if not is_bucket(location):
+        raise ConfigurationError(
+            f"{location} is a local path: check a place in a bucket, such as s3://bucket/run"
+        )
+    from .bucket_check import StoreCheck
+
+    promises = []
+    for promise in StoreCheck(location, size << 20).promises():
+        promises.append(promise)
+        if not as_json:
+            word = "ok  " if promise.kept else "BAD "
+            print(f"{word} {promise.name}: {promise.detail}", flush=True)
+    if as_json:
+        rows = [dataclasses.asdict(promise) for promise in promises]
+        print(json.dumps({"location": location, "promises": rows}, indent=1))
+    return all(promise.kept for promise in promises)
 
 
 def _folders(path: Path) -> tuple[list[Path], list[Path]]:

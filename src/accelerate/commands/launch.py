@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import launch_file
 from ..config.launch_settings import Settings, given, resolve_settings
 from ..core import env, messages
-from ..core.errors import ConfigurationError, LaunchError
+from ..core.errors import CheckpointError, ConfigurationError, LaunchError
 from ..core.files import check_writable
 from ..core.lazy import public_names
 from ..core.options import GROUPS, options
@@ -181,6 +181,8 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
             check_writable(spec.log_dir, "log_dir", folder=True)
         if spec.error_file is not None and launcher.uses_this_machine:
             check_writable(spec.error_file, "error_file")
+        if settings["resume"] is not None and launcher.uses_this_machine:
+            _check_project(settings["resume"])
     if settings["dry_run"]:
         print(launcher.dry_run())
         return
@@ -210,6 +212,17 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
             )
     if code:
         sys.exit(code)
+
+
+def _check_project(location: str) -> None:
+    """Exit if this machine cannot save in a place in a bucket. A local folder is made by the run."""
+    # Slower to import than all else that a launch needs.
+    from ..core.buckets import Bucket, is_bucket
+
+    if is_bucket(location):
+        bucket, folder = Bucket.of(location)
+        with exit_on(CheckpointError):
+            bucket.check_access(folder)
 
 
 def show_misplaced(program: Program) -> None:

@@ -22,7 +22,7 @@ COMMANDS = {
         "certify",
         "check that a script trains the same model in a layout as on one process",
     ),
-    "checkpoint": ("checkpoint", "list checkpoints and verify their checksums"),
+    "checkpoint": ("checkpoint", "list, verify, copy and remove checkpoints, and check a bucket"),
     "completion": ("completion", "print the completion script of bash, zsh or fish"),
     "config": ("config", "write, update and show the configuration of launches"),
     "env": ("env", "describe this installation and this machine"),

@@ -10,9 +10,10 @@ from datetime import timedelta
 from typing import Any
 
 from ..core import env
+from ..core.buckets import is_bucket
 from ..core.enums import DDPCommunicationHookType, DynamoBackend
 from ..core.errors import ConfigurationError
-from ..core.files import path_text
+from ..core.files import path_text, user_path
 from ..core.messages import warn
 from ..core.options import DYNAMO_MODES
 from . import checks
@@ -86,7 +87,9 @@ class ProjectConfiguration:
     """Where a run keeps what it writes.
 
     Fields:
-        project_dir: the run's folder. logging_dir: the trackers' folder, the same where it is not given.
+        project_dir: the run's folder, or its place in a bucket ("s3://bucket/runs/gpt").
+        logging_dir: the folder of trackers and telemetry. By default project_dir, and for a bucket the local folder
+            with the name that the run has in the bucket ("runs/gpt").
         automatic_checkpoint_naming: `save_state()` writes checkpoints/checkpoint_<iteration> below `project_dir`.
         total_limit: how many of those are kept. iteration: the number of the next one.
         save_on_each_node: machines without a shared file system write a copy each.
@@ -115,7 +118,11 @@ class ProjectConfiguration:
         else:
             self.project_dir = path_text(project_dir, "project_dir")
         if self.logging_dir is None:
-            self.logging_dir = self.project_dir
+            folder = self.project_dir
+            if is_bucket(folder):
+                bucket, _, prefix = str(folder).partition(":")[2].strip("/").partition("/")
+                folder = prefix or bucket
+            self.logging_dir = folder
 
 
 @dataclass
@@ -250,8 +257,8 @@ class ProfileKwargs(checks.KwargsHandler):
                 checks.word("ProfileKwargs.activities", name, known) for name in activities
             ]
         if self.output_trace_dir is not None:
-            self.output_trace_dir = path_text(
-                self.output_trace_dir, "ProfileKwargs.output_trace_dir"
+            self.output_trace_dir = str(
+                user_path(self.output_trace_dir, "ProfileKwargs.output_trace_dir")
             )
 
     def build(self) -> Any:

@@ -15,6 +15,7 @@ import os
 import re
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -367,6 +368,14 @@ class Bucket:
             for name in names:
                 with contextlib.suppress(FileNotFoundError), self._named_errors("delete", name):
                     obstore.delete(self.store, name)
+
+    def check_access(self, folder: str) -> None:
+        """Write, list, read and remove a small object in a folder. Raises what these raise."""
+        key = f"{folder}/.accelerate-access-{uuid.uuid4().hex[:8]}".lstrip("/")
+        self.write(key, [b"1"])
+        self.children(folder)
+        self.get(key, 1)
+        self.delete([key])
 
     @contextlib.contextmanager
     def _named_errors(self, act: str, key: str, *expected: type[Exception]) -> Iterator[None]:

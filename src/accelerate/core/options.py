@@ -447,6 +447,14 @@ OUTPUT = Group(
             least=0,
         ),
         Option(
+            "resume",
+            "text",
+            "Project of the run: a folder, or a place in a bucket such as s3://bucket/run. The script continues from "
+            "its newest checkpoint, if there is one, and saves there. It replaces the project_dir of the script.",
+            key="",
+            variable="ACCELERATE_RESUME",
+        ),
+        Option(
             "telemetry",
             "text",
             "Record each step of each process, for `accelerate monitor`, in the project's folder or in DIR "

@@ -27,6 +27,7 @@ from ..checkpointing.run_state import PendingGradients, RankState, RunState, Sta
 from ..checkpointing.saving import Options, save_run
 from ..checkpointing.writer import Writer
 from ..config.training import ProjectConfiguration
+from ..core.buckets import Bucket, is_bucket
 from ..core.errors import ConfigurationError, MissingCheckpointError
 from ..core.files import user_path
 from ..core.observers import RunLoop
@@ -285,6 +286,12 @@ class RunCheckpoints:
         ]
 
     # -- resume and stop
+
+    def check_bucket(self) -> None:
+        """Find out whether this machine can save in the bucket of the project: the first save may be hours away."""
+        if self.state.is_local_main_process and is_bucket(self.project.project_dir):
+            bucket, folder = Bucket.of(str(self.project.project_dir))
+            bucket.check_access(folder)
 
     def resume_at_first_use(self) -> None:
         """Resume when a prepared loader is first read, and stop on the default signals."""

@@ -102,7 +102,7 @@ def run_folder(
             return None
         project_folder = project.logging_dir or project.project_dir
         if project_folder:
-            return user_path(project_folder, "project_dir")
+            return user_path(project_folder, "logging_dir")
         return _folder_of_start()
     return user_path(telemetry, "telemetry")
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..core.errors import ConfigurationError
 from ..core.stacks import user_line
 from ..state import PartialState
 from .background import END_LIMIT, BackgroundLog, NotCopiedError, log_later, snapshot
@@ -93,7 +94,7 @@ class TrackerGroup:
             # Not among `trackers`, which the user requested.
             try:
                 self._local = start_trackers(["local"], str(project_name), self.logging_dir, config)
-            except OSError as error:
+            except (OSError, ConfigurationError) as error:
                 logger.warning(
                     "the values of this run are not written to its project folder: %s", error
                 )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..core.errors import ConfigurationError
-from ..core.files import atomic_write, open_regular
+from ..core.files import atomic_write, open_regular, user_path
 from .base import ClientTracker, checked, flat, number, on_main_process
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class LocalTracker(ClientTracker):
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str]) -> None:
         super().__init__(run_name)
-        self.folder: Path = Path(logging_dir, run_name)
+        self.folder: Path = user_path(logging_dir, "logging_dir") / run_name
         self._is_delayed = False
 
     def _open(self) -> TextIO:
