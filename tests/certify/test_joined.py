@@ -20,7 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accelerate.certify.joined import ShardGenerators, join_shards
+from accelerate.certify.joined import JoinedShards, join_shards
 from accelerate.core.errors import PrepareError
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from accelerate.utils import set_seed
@@ -130,7 +130,7 @@ def joined_loader(make, shards, options, process=0, processes=1):
     loader = prepare_data_loader(
         make(), num_processes=shards, process_index=process * each, **options
     )
-    return join_shards(loader, process, processes, ShardGenerators(each))
+    return join_shards(loader, JoinedShards(each, process, processes))
 
 
 def check(make, shards, epochs=2, loop=lambda: None, begin=as_is, **options):
@@ -288,8 +288,8 @@ def test_dispatched_batches_are_whole(options):
     assert actual == expected
 
 
-def hub_stream(length=24, **options):
-    """A stream of the package datasets in 2 shards, whose samples are in both."""
+def hub_stream(length=12, **options):
+    """A stream of the package datasets in 2 shards, of 12 samples and of `length`."""
     datasets = pytest.importorskip("datasets")
 
     def rows_of(starts):
@@ -308,12 +308,18 @@ ON_RANKS = {
     "dispatched, exact": (rows(21), {"dispatch_batches": True, "exact": True}),
     "dispatched stream": (lambda: DataLoader(Stream(14), 4), {"dispatch_batches": True}),
     "split stream": (hub_stream, {"dispatch_batches": False}),
-    "split stream, dropped": (lambda: hub_stream(drop_last=True), {"dispatch_batches": False}),
-    "split stream, uneven": (
-        lambda: hub_stream(12),
-        {"dispatch_batches": False, "even_batches": False},
-    ),
+    "split stream, dropped": (lambda: hub_stream(24, drop_last=True), {"dispatch_batches": False}),
+    "split stream, uneven": (hub_stream, {"dispatch_batches": False, "even_batches": False}),
 }
+
+
+def test_shards_of_different_lengths_are_read_to_the_end_of_one():
+    loader = joined_loader(lambda: hub_stream(24), 2, {"dispatch_batches": False})
+    steps = iter(loader)
+    assert next(steps)["id"].tolist() == [*range(5), *range(100, 105)]
+    next(steps)
+    with pytest.raises(PrepareError, match="--reference"):
+        next(steps)
 
 
 @on_ranks(2)

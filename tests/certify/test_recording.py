@@ -2,6 +2,7 @@
 """What a recorded run has written, in each layout, against plain PyTorch in float64 on one process."""
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -159,15 +160,20 @@ def test_a_step_is_recorded_in_each_layout(nproc, tmp_path, monkeypatch):
 
 
 @on_ranks(2, 4)
-def test_no_rank_has_a_full_tensor_of_a_large_model(nproc, tmp_path, monkeypatch):
-    """Fixed positions of each tensor, and its norm, from the shards."""
+def test_no_rank_keeps_a_full_tensor_of_a_large_model(nproc, tmp_path, monkeypatch):
+    """Fixed positions of each tensor, and its norm, of one full tensor at a time."""
     elements = 32
-    gathered = []
+    full_tensors = []
     full_tensor = DTensor.full_tensor
 
-    def count(tensor, **options):
-        gathered.append(tensor.numel())
-        return full_tensor(tensor, **options)
+    def gather(tensor, **options):
+        full = full_tensor(tensor, **options)
+        if full.numel() > elements:
+            others = [other() for other in full_tensors]
+            # At most the one before is not yet replaced.
+            assert sum(other is not None for other in others) <= 1
+            full_tensors.append(weakref.ref(full))
+        return full
 
     monkeypatch.setattr(recording, "LARGE", 1024)
     monkeypatch.setattr(joining, "ELEMENTS", elements)
@@ -180,11 +186,13 @@ def test_no_rank_has_a_full_tensor_of_a_large_model(nproc, tmp_path, monkeypatch
         inputs, targets = data()
         accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
         with monkeypatch.context() as patch:
-            patch.setattr(DTensor, "full_tensor", count)
+            patch.setattr(DTensor, "full_tensor", gather)
             optimizer.step()
         nn.functional.mse_loss(reference(inputs), targets).backward()
         plain.step()
-        assert gathered == []
+        assert not any(reference() is not None for reference in full_tensors)
+        if "fsdp" in layout:
+            assert full_tensors
         for step in recorded(tmp_path / layout, accelerator):
             for kind in ("gradient", "parameter", "state"):
                 expected = {}
@@ -195,12 +203,10 @@ def test_no_rank_has_a_full_tensor_of_a_large_model(nproc, tmp_path, monkeypatch
                         "state": {f"{name} {key}": v for key, v in plain.state[parameter].items()},
                     }
                     for key, tensor in tensors[kind].items():
-                        expected[key] = joining.part_of(key, tensor).values
+                        expected.update(joining.elements_of(key, tensor.detach()))
+                        assert expected[key].numel() <= elements
                         if tensor.numel() > elements:
-                            assert len(expected[key]) <= elements
-                            expected[f"{key} norm"] = tensor.norm()
-                        else:
-                            expected[key] = tensor
+                            assert float(expected[f"{key} norm"]) == float(tensor.norm())
                 expect(step, expected, kind)
 
 

@@ -15,8 +15,9 @@ import yaml
 from states import reset_states
 
 from accelerate.certify.certificate import Certificate, Row
+from accelerate.certify.comparison import FAILED
 from accelerate.certify.layouts import parse
-from accelerate.certify.runs import Recorded, Script
+from accelerate.certify.runs import NoVerdict, Recorded, Script
 from accelerate.certify.settings import VARIABLE, Settings
 from accelerate.config import launch_file
 from accelerate.config.launch_settings import resolve_settings
@@ -119,4 +120,7 @@ def verdict(name: str, layout: str, folder: Path, steps: int) -> Row:
     reference = RunsOnOne(recorded(own / "plain"), recorded(own / "moved"))
     script = Script(launched.Program(__file__), {}, Settings("", steps), cpu=True)
     certificate = Certificate(script, [parse(layout)])
-    return certificate.compare(parse(layout), recorded(own / "layout"), reference)  # type: ignore[arg-type]
+    try:
+        return certificate.compare(parse(layout), recorded(own / "layout"), reference)  # type: ignore[arg-type]
+    except NoVerdict as reason:
+        return Row(layout, FAILED, notes=[str(reason)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from .comparison import (
     read_steps,
 )
 from .layouts import SINGLE, Layout, check_base, parse
-from .runs import Installation, Recorded, Reference, Script, installation
+from .runs import Installation, NoVerdict, Recorded, Reference, Script, installation
 from .settings import Settings
 
 # The exit code of each verdict, the worst one first.
@@ -80,60 +80,57 @@ class Row:
 
     def text(self) -> str:
         """Lines for the terminal."""
-        lines = [f"{self.layout}: {self.verdict}"]
-        worst = max(self.items.items(), key=lambda pair: pair[1].ratio, default=None)
-        if CODES[self.verdict] == 0 and worst is not None:
-            kind, item = worst
-            tensors = sum(each.tensors for each in self.items.values())
-            lines[0] += f", {tensors} tensors"
-            if item.ratio:
-                lines[0] += (
-                    f" (the largest error is {item.ratio:.2g} of its tolerance: {kind} {item.name}, step {item.step})"
-                )
-        for kind, item in self.items.items():
-            if self.difference is not None:
-                break
-            if item.vague:
-                name, spread = max(item.vague.items(), key=lambda pair: pair[1])
-                lines.append(
-                    f"  {kind}: {counted(len(item.vague), 'tensor')} not comparable, such as {name}, which rounding "
-                    f"changes by {spread:.2g} of its norm"
-                )
-            elif item.spread > SHARP:
-                lines.append(
-                    f"  {kind}: rounding changes {item.moved} by {item.spread:.2g} of its norm"
-                )
+        lines = [self._headline()]
         first = self.difference
-        if first is not None:
+        if first is None:
+            for kind, item in self.items.items():
+                lines += _rounding(kind, item)
+        else:
             size = first.reason or (
                 f"differs by {first.error:.3g} (tolerance {first.tolerance:.3g}, norm {first.size:.3g})"
             )
-            lines.append(
-                f"  step {first.step}, {DIRECTIONS[first.kind]}: {first.kind} {first.name} {size}"
-            )
+            direction = DIRECTIONS[first.kind]
+            lines.append(f"step {first.step}, {direction}: {first.kind} {first.name} {size}")
         if self.where:
-            lines.append(f"  {self.where}")
-        lines += [f"  {note}" for note in self.notes]
-        return "\n".join(lines)
+            lines.append(self.where)
+        return "\n  ".join([*lines, *self.notes])
+
+    def _headline(self) -> str:
+        line = f"{self.layout}: {self.verdict}"
+        if CODES[self.verdict] or not self.items:
+            return line
+        tensors = sum(item.tensors for item in self.items.values())
+        kind, item = max(self.items.items(), key=lambda pair: pair[1].ratio)
+        line += f", {tensors} tensors"
+        if item.ratio:
+            line += f" (the largest error is {item.ratio:.2g} of its tolerance: {kind} {item.name}, step {item.step})"
+        return line
 
     def as_data(self) -> dict[str, Any]:
         """Plain data."""
-        data: dict[str, Any] = {"layout": self.layout, "verdict": self.verdict}
-        if self.items:
-            data["items"] = [
-                {"kind": kind, "verdict": item.verdict, **_plain(asdict(item))}
-                for kind, item in self.items.items()
-            ]
+        data = _plain(asdict(self))
+        items = []
+        for kind, item in self.items.items():
+            items.append({"kind": kind, "verdict": item.verdict, **data["items"][kind]})
+        data["items"] = items
         first = self.difference
         if first is not None:
-            data["difference"] = _plain(asdict(first))
             data["difference"]["direction"] = DIRECTIONS[first.kind]
             data["difference"]["module"] = first.module
-        if self.where:
-            data["where"] = self.where
-        if self.notes:
-            data["notes"] = self.notes
-        return data
+        return {name: value for name, value in data.items() if value}
+
+
+def _rounding(kind: str, item: Item) -> list[str]:
+    """What the perturbation shows of the tensors of a kind, in a line; none where it hardly moves them."""
+    if item.vague:
+        name, spread = max(item.vague.items(), key=lambda pair: pair[1])
+        return [
+            f"{kind}: {counted(len(item.vague), 'tensor')} not comparable, such as {name}, which rounding changes by "
+            f"{spread:.2g} of its norm"
+        ]
+    if item.spread > SHARP:
+        return [f"{kind}: rounding changes {item.moved} by {item.spread:.2g} of its norm"]
+    return []
 
 
 @dataclass
@@ -171,10 +168,13 @@ class Certificate:
         for number, layout in enumerate(self.layouts):
             place = folder / f"{number}-{layout.text.replace(':', '')}"
             run = self.script.record(layout, place)
-            if self.against is None:
-                row = self.compare(layout, run, reference)
-            else:
-                row = self._row_against(layout, run, place, other)
+            try:
+                if self.against is None:
+                    row = self.compare(layout, run, reference)
+                else:
+                    row = self._row_against(layout, run, place, other)
+            except NoVerdict as reason:
+                row = Row(layout.text, FAILED, notes=[str(reason)])
             self.rows.append(row)
             report(row)
 
@@ -195,95 +195,85 @@ class Certificate:
                 )
 
     def compare(self, layout: Layout, run: Recorded, reference: Reference) -> Row:
-        """The verdict on a recorded run of a layout."""
+        """The verdict on a recorded run of a layout.
+
+        Raises:
+            NoVerdict: a run has failed, or cannot be compared.
+        """
         steps = self.script.settings.steps
-        info = run.info
-        if info is None:
-            return Row(layout.text, FAILED, notes=[run.reason(steps)])
+        info = run.info(steps)
         if info["processes"] != layout.processes or info["shards"] != layout.shards:
-            return Row(
-                layout.text,
-                FAILED,
-                notes=[
-                    f"the script itself chooses {info['layout']} with {info['shards']} data shards: its "
-                    "parallelism_config, or a plugin, excludes this layout"
-                ],
+            raise NoVerdict(
+                f"the script itself chooses {info['layout']} with {info['shards']} data shards: its "
+                "parallelism_config, or a plugin, excludes this layout"
             )
         plain, moved = reference.runs(info["shards"])
-        for other in (plain, moved):
-            if other.info is None:
-                text = f"{self.reference.text} (the reference): {other.reason(steps)}"
-                return Row(layout.text, FAILED, notes=[text])
+        try:
+            draws = plain.info(steps)["draws"]
+            moved.info(steps)
+        except NoVerdict as reason:
+            raise NoVerdict(f"{self.reference.text} (the reference): {reason}") from None
         expected, perturbed = read_steps(plain.folder), read_steps(moved.folder)
-        unseeded = _unseeded(expected, perturbed)
-        if unseeded:
-            return Row(layout.text, FAILED, notes=[unseeded])
+        _check_seeds(expected[0], perturbed[0])
         comparison = Comparison(expected, read_steps(run.folder), perturbed)
         uneven = info.get("uneven")
         if comparison.differences and uneven and uneven["step"] <= comparison.differences[0].step:
-            text = f"the loop depends on the rank: step {uneven['step']} has {uneven['batches']} batches on its ranks"
-            return Row(layout.text, FAILED, notes=[text])
-        draws = (plain.info or {}).get("draws", [])
-        return self._verdict(layout, comparison, info, draws)
-
-    def _row_against(
-        self, layout: Layout, run: Recorded, place: Path, other: Installation | None
-    ) -> Row:
-        """Compare a run with one in the same layout, of this or of another installation."""
-        steps = self.script.settings.steps
-        runs = [run]
-        if other is None:
-            runs.append(self.script.record(layout, place / "again"))
-        else:
-            runs.append(self.script.record(layout, place / "other", other))
-            runs.append(self.script.record(layout, place / "perturbed", perturb=True))
-        for recorded in runs:
-            if recorded.info is None:
-                return Row(layout.text, FAILED, notes=[recorded.reason(steps)])
-        first, second, *perturbed = [read_steps(recorded.folder) for recorded in runs]
-        if not perturbed:
-            comparison = Comparison(first, second)
-        else:
-            comparison = Comparison(second, first, perturbed[0])
-        row = self._verdict(layout, comparison, {}, [])
-        if row.verdict == DIFFERENT and other is None:
-            row.notes = [
-                "two equal runs are not equal: a seed that is not set, a race, memory that is read before it is "
-                "written, or the hardware"
-            ]
-        elif row.verdict == DIFFERENT:
-            row.notes = [f"the same layout trains another model in {self.against}"]
-        return row
-
-    def _verdict(
-        self, layout: Layout, comparison: Comparison, info: dict[str, Any], draws: list[str]
-    ) -> Row:
-        row = Row(layout.text, EQUAL, comparison.items)
+            raise NoVerdict(
+                f"the loop depends on the rank: step {uneven['step']} has {uneven['batches']} batches on its ranks"
+            )
+        row = Row(layout.text, EQUAL)
         replicas = info.get("replicas")
         if replicas is not None:
             row.where = "rank {rank} has other values of {kind} {name} than rank 0 (along {dimension})".format(
                 **replicas
             )
-            comparison.add(
-                Difference(
-                    replicas["step"],
-                    replicas["kind"],
-                    replicas["name"],
-                    reason="is not the same on each rank",
-                )
-            )
-        if comparison.differences:
-            first = row.difference = comparison.differences[0]
-            row.verdict = DIFFERENT
-            uncertain = _uncertain(first, comparison.reference[first.step - 1], draws)
+            place = replicas["step"], replicas["kind"], replicas["name"]
+            comparison.add(Difference(*place, reason="is not the same on each rank"))
+        self._judge(row, comparison)
+        if row.difference is not None:
+            uncertain = _uncertain(row.difference, expected[row.difference.step - 1], draws)
             if uncertain:
                 row.verdict = NOT_COMPARABLE
                 row.notes = [uncertain]
-            elif info:
+            else:
                 row.notes = causes(comparison, info)
-        else:
-            row.verdict = _worst([item.verdict for item in comparison.items.values()])
         return row
+
+    def _row_against(
+        self, layout: Layout, run: Recorded, place: Path, other: Installation | None
+    ) -> Row:
+        """Compare a run with one in the same layout, of this or of another installation."""
+        row = Row(layout.text, EQUAL)
+        if other is None:
+            again = self.script.record(layout, place / "again")
+            expected_steps, actual_steps = self._steps_of(run, again)
+            self._judge(row, Comparison(expected_steps, actual_steps))
+            note = (
+                "two equal runs are not equal: a seed that is not set, a race, memory that is read before it is "
+                "written, or the hardware"
+            )
+        else:
+            expected = self.script.record(layout, place / "other", other)
+            moved = self.script.record(layout, place / "perturbed", perturb=True)
+            actual_steps, expected_steps, moved_steps = self._steps_of(run, expected, moved)
+            # The perturbed run is one of this installation.
+            self._judge(row, Comparison(expected_steps, actual_steps, moved_steps))
+            note = f"the same layout trains another model in {self.against}"
+        if row.difference is not None:
+            row.notes = [note]
+        return row
+
+    def _steps_of(self, *runs: Recorded) -> list[list[Step]]:
+        for run in runs:
+            run.info(self.script.settings.steps)
+        return [read_steps(run.folder) for run in runs]
+
+    def _judge(self, row: Row, comparison: Comparison) -> None:
+        row.items = comparison.items
+        row.verdict = _worst([item.verdict for item in comparison.items.values()])
+        if comparison.differences:
+            row.difference = comparison.differences[0]
+            row.verdict = DIFFERENT
 
     @property
     def verdict(self) -> str:
@@ -319,6 +309,19 @@ class Certificate:
             "layouts": [{**row.as_data(), "mesh": parse(row.layout).sizes} for row in self.rows],
         }
 
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Certificate:
+        """The certificate that is made of such data, before it has any verdict."""
+        name, *words = data["command"]
+        dtype = data["dtype"]
+        if dtype == "own":
+            dtype = None
+        settings = Settings("", data["steps"], dropout=data["dropout"], dtype=dtype)
+        program = Program(name, tuple(words), data["kind"])
+        script = Script(program, data["configuration"], settings, data["cpu"])
+        layouts = [parse(row["layout"]) for row in data["layouts"]]
+        return cls(script, layouts, parse(data["reference"], "--reference"), data["against"])
+
     def write(self, path: Path) -> None:
         """Write the file."""
         with atomic_write(path, "w") as file:
@@ -333,31 +336,19 @@ def read(path: Path) -> tuple[Certificate, dict[str, str]]:
     """
     try:
         data = yaml.safe_load(read_regular(path, _SIZE))
-        name, *words = data["command"]
-        dtype = data["dtype"]
-        if dtype == "own":
-            dtype = None
-        settings = Settings("", data["steps"], dropout=data["dropout"], dtype=dtype)
-        script = Script(
-            Program(name, tuple(words), data["kind"]), data["configuration"], settings, data["cpu"]
-        )
+        certificate = Certificate.of(data)
         verdicts = {row["layout"]: row["verdict"] for row in data["layouts"]}
-        certificate = Certificate(
-            script,
-            [parse(text) for text in verdicts],
-            parse(data["reference"]),
-            data["against"],
-        )
         expected = data["script_sha256"]
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigurationError(f"--check {path}: it cannot be read: {reason}") from None
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ConfigurationError(f"--check {path}: it is no certificate: {error!r}") from None
+    script = certificate.script
     script.program.check()
     if script.digest() != expected:
         raise ConfigurationError(
-            f"--check {path}: script_sha256 is not that of {name}, which has been changed"
+            f"--check {path}: script_sha256 is not that of {script.program.name}, which has been changed"
         )
     return certificate, verdicts
 
@@ -381,35 +372,36 @@ def _uncertain(first: Difference, expected: Step, draws: list[str]) -> str:
     return ""
 
 
-def _unseeded(expected: Sequence[Step], perturbed: Sequence[Step]) -> str:
-    """Why two runs of the reference are not the same one; an empty text if they are."""
-    first, second = expected[0], perturbed[0]
+def _check_seeds(first: Step, second: Step) -> None:
+    """Raise NoVerdict where the first steps of two runs of the reference show that they are not the same run."""
     if not any(name.startswith("batch/") for name in first):
-        return "the script reads no prepared loader before its first step: give its DataLoader to accelerator.prepare"
+        raise NoVerdict(
+            "the script reads no prepared loader before its first step: give its DataLoader to accelerator.prepare"
+        )
     for name, tensor in first.items():
         kind, _, plain = name.partition("/")
         other = second.get(name)
         if other is None or other.shape != tensor.shape:
-            return (
+            raise NoVerdict(
                 f"two runs of the reference have another {kind} {plain}: set a seed before the model and the data are "
                 "made"
             )
         if kind == "batch" and not torch.equal(tensor, other):
-            return "two runs of the reference read other samples: set a seed (set_seed) before the loop"
+            raise NoVerdict(
+                "two runs of the reference read other samples: set a seed (set_seed) before the loop"
+            )
         if kind == "output" and norm(tensor, other) > 0.5 * norm(tensor) > 0:
-            return "two runs of the reference begin with other parameters: set a seed before the model is made"
-    return ""
+            raise NoVerdict(
+                "two runs of the reference begin with other parameters: set a seed before the model is made"
+            )
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Values for YAML and JSON, which has no infinity."""
-    plain = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            value = _plain(value)
-        if isinstance(value, float):
-            value = float(f"{value:.4g}")
-            if not math.isfinite(value):
-                value = str(value)
-        plain[name] = value
-    return plain
+def _plain(value: Any) -> Any:
+    """A value for YAML and JSON, which has no infinity."""
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, float):
+        value = float(f"{value:.4g}")
+        if not math.isfinite(value):
+            return str(value)
+    return value

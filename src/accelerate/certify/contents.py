@@ -12,7 +12,7 @@ from torch import nn
 
 from ..checkpointing.run_state import state_template
 from ..core.modules import class_name
-from ..core.trees import children
+from ..core.trees import children, leaves
 from ..optimizer import AcceleratedOptimizer, is_optimizer, parameters_of
 from ..parallel.prepared import PreparedModel
 from ..parallel.sharded import ShardedModel
@@ -40,9 +40,8 @@ def size_of(objects: RunObjects) -> int:
     """Bytes of all models."""
     size = 0
     for prepared in objects.models:
-        for value in state_template(prepared).state_dict().values():
-            if isinstance(value, torch.Tensor):
-                size += value.nbytes
+        for tensor in leaves(state_template(prepared).state_dict()):
+            size += tensor.nbytes
     return size
 
 
@@ -57,23 +56,23 @@ def gradients(objects: RunObjects, optimizer: AcceleratedOptimizer) -> Tensors:
             continue
         prepared.reshard()
         for name, parameter in _parameters(prepared):
-            if not parameter.requires_grad:
-                continue
             gradient = parameter.grad
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
-            tensors[prefix + name] = gradient
+            if parameter.requires_grad:
+                tensors[prefix + name] = gradient
     return tensors
 
 
 def options(objects: RunObjects, optimizer: AcceleratedOptimizer) -> Tensors:
     """The numbers among the options of each group."""
+    prefix = optimizer_prefix(objects, optimizer)
     tensors: Tensors = {}
     for index, group in enumerate(optimizer.param_groups):
         values = {key: value for key, value in group.items() if key != "params"}
-        tensors.update(_numbers(f"{optimizer_prefix(objects, optimizer)}group {index}", values))
+        tensors.update(_numbers(f"{prefix}group {index}", values))
     return tensors
 
 
@@ -89,13 +88,13 @@ def parameters_and_buffers(objects: RunObjects) -> tuple[Tensors, Tensors]:
             state = prepared.checkpoint_state_dict()
             names = prepared.trained_names()
         for key, value in state.items():
-            name = canonical_name(key)
             if not isinstance(value, torch.Tensor) or value.is_meta:
                 continue
+            name = canonical_name(key)
+            tensors = buffers
             if name in names:
-                parameters[prefix + name] = value
-            else:
-                buffers[prefix + name] = value
+                tensors = parameters
+            tensors[prefix + name] = value
     return parameters, buffers
 
 
@@ -104,33 +103,31 @@ def optimizer_state(objects: RunObjects, optimizer: AcceleratedOptimizer) -> Ten
     prefix = optimizer_prefix(objects, optimizer)
     prepared = objects.find_trained(optimizer)
     if prepared is None or _is_readable(prepared):
-        names: dict[int, str] = {}
-        for prefix_of_model, other in _models(objects):
-            for name, parameter in _parameters(other):
-                names.setdefault(id(parameter), prefix_of_model + name)
+        names: dict[Any, str] = {}
+        for prefix_of_model, model in _models(objects):
+            for name, parameter in _parameters(model):
+                names.setdefault(parameter, prefix_of_model + name)
         for position, foreign in enumerate(parameters_of(optimizer)):
-            names.setdefault(id(foreign), f"parameter {position}")
+            names.setdefault(foreign, f"parameter {position}")
         return dict(_entries(optimizer.optimizer, names, prefix))
     full = prepared.prepared_optimizer(optimizer)
     groups = full.group_shapes() or []
-    by_position = dict(enumerate(itertools.chain.from_iterable(groups)))
+    name_at = dict(enumerate(itertools.chain.from_iterable(groups)))
     tensors: Tensors = {}
     for position, entry in full.state_dict().get("state", {}).items():
-        name = by_position.get(position, f"parameter {position}")
+        name = name_at.get(position, f"parameter {position}")
         tensors.update(_numbers(prefix + name, entry))
     return tensors
 
 
 def _entries(
-    optimizer: Any, names: Mapping[int, str], prefix: str
+    optimizer: Any, names: Mapping[Any, str], prefix: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, value) of an optimizer's state, and of that of optimizers inside of it."""
     for key, entry in optimizer.state.items():
         if isinstance(key, torch.Tensor):
-            name = names.get(id(key), "parameter")
-        else:
-            name = str(key)
-        yield from _numbers(prefix + name, entry)
+            key = names.get(key, "parameter")
+        yield from _numbers(f"{prefix}{key}", entry)
     for attribute, inner in vars(optimizer).items():
         if is_optimizer(inner) and inner.state is not optimizer.state:
             yield from _entries(inner, names, f"{prefix}{attribute} ")

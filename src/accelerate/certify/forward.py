@@ -30,12 +30,11 @@ class FirstForward:
 
     def __init__(self) -> None:
         self.outputs: Tensors = {}
-        self.draws: dict[str, None] = {}
+        self.draws: set[str] = set()
         self._handles: list[Any] = []
         self._device = torch.device("cpu")
         # Of the random generators when the loop went on after a batch or a forward; None inside of a forward.
         self._loop_states: list[Any] | None = None
-        self._depth = 0
 
     def watch(self, prepared: PreparedModel, prefix: str, strategy: Strategy) -> None:
         """Watch a model until `stop`."""
@@ -44,6 +43,7 @@ class FirstForward:
             return
         self._device = strategy.device
         model = extract_model_from_parallel(prepared.module)
+        self._handles.append(model.register_forward_pre_hook(lambda *args: self.end_loop()))
         for name, module in model.named_modules():
             if prepared.template is not None and name:
                 # A stage runs its modules once for each micro-batch, and before that to find shapes.
@@ -51,12 +51,14 @@ class FirstForward:
             watched = _Module(self, prefix + (canonical_name(name) or class_name(model)), strategy)
             self._handles.append(module.register_forward_pre_hook(watched.before_forward))
             self._handles.append(module.register_forward_hook(watched.after_forward))
+        self._handles.append(model.register_forward_hook(lambda *args: self.begin_loop()))
 
     def generators(self) -> list[Any]:
         """The states of the random generators."""
         states: list[Any] = [capture()]
         if self._device.type != "cpu":
-            states.append(torch.get_device_module(self._device).get_rng_state().tolist())
+            device_module = torch.get_device_module(self._device)
+            states.append(device_module.get_rng_state().tolist())
         return states
 
     def begin_loop(self) -> None:
@@ -67,19 +69,8 @@ class FirstForward:
     def end_loop(self) -> None:
         """Note whether the loop has drawn random numbers."""
         if self._loop_states is not None and self._loop_states != self.generators():
-            self.draws["the training loop"] = None
+            self.draws.add("the training loop")
         self._loop_states = None
-
-    def enter(self) -> None:
-        """A forward begins."""
-        self.end_loop()
-        self._depth += 1
-
-    def leave(self) -> None:
-        """A forward has ended."""
-        self._depth -= 1
-        if self._depth == 0:
-            self.begin_loop()
 
     def stop(self) -> None:
         """Watch no longer."""
@@ -102,19 +93,17 @@ class _Module:
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """Note the states of the random generators."""
-        self._forward.enter()
         self._states = self._forward.generators()
         self._draws = len(self._forward.draws)
 
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Note what the module has returned."""
-        draws_inside = len(self._forward.draws) > self._draws
-        is_drawn = self._states != self._forward.generators()
-        self._forward.leave()
         if not torch.is_grad_enabled():
             return
-        if is_drawn and not draws_inside:
-            self._forward.draws[self._name] = None
+        is_drawn = self._states != self._forward.generators()
+        is_drawn_inside = len(self._forward.draws) > self._draws
+        if is_drawn and not is_drawn_inside:
+            self._forward.draws.add(self._name)
         self._calls += 1
         for tensor in leaves(output):
             # Losses are recorded by themselves.
@@ -134,16 +123,17 @@ class _Module:
             return tensor
         if tensor.ndim < 2 or tensor.shape[1] != sequence.region.rows:
             return None
-        return sequence.layout.join(from_all(tensor.cpu(), sequence.group), 1)
+        shards = from_all(tensor.cpu(), sequence.group)
+        return sequence.layout.join(shards, 1)
 
     def _add(self, tensor: torch.Tensor) -> None:
         name = self._name
         if self._calls > 1:
             name += f" (call {self._calls})"
-        size = tensor.shape[1:].numel()
-        if size > ELEMENTS:
+        shape = tensor.shape[1:]
+        if shape.numel() > ELEMENTS:
             # Of each sample, since a rank has some samples. Other shapes have other elements, under another name.
-            name = f"{self._name} (call {self._calls}, elements of {list(tensor.shape[1:])})"
-            places = torch.linspace(0, size - 1, ELEMENTS, dtype=torch.float64).long()
-            tensor = tensor.flatten(1)[:, places.to(tensor.device)]
+            name = f"{self._name} (call {self._calls}, elements of {list(shape)})"
+            positions = torch.linspace(0, shape.numel() - 1, ELEMENTS, dtype=torch.float64).long()
+            tensor = tensor.flatten(1)[:, positions.to(tensor.device)]
         self._forward.outputs[name] = tensor.to("cpu", copy=True)

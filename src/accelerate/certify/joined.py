@@ -28,22 +28,25 @@ from ..data_loader.order import (
     restore,
 )
 from ..data_loader.rows import join_rows, rows_of
-from ..data_loader.split import SplitLoader, filled_step, samples_in
+from ..data_loader.split import SplitLoader, samples_in
 from ..data_loader.steps import ReadPlan, ShardSplit, ShardStep, StreamPosition
 
 
-class ShardGenerators:
-    """The states of the random generators in the process of each shard.
+class JoinedShards:
+    """Consecutive shards that a process reads, and the random generators that each has in its own process.
 
-    They differ from the first shard on which a data set or a `collate_fn` draws. What the loop draws moves the
-    generators of all shards that have the state of the first one.
+    The states differ from those of the first shard on which a data set or a `collate_fn` draws. What the loop draws
+    moves the generators of all shards that have the state of the first one.
 
     Args:
-        shards: their number.
+        count: their number.
+        process, processes: which of the processes this is, that read all shards together.
     """
 
-    def __init__(self, shards: int) -> None:
-        self.shards = shards
+    def __init__(self, count: int, process: int = 0, processes: int = 1) -> None:
+        self.count = count
+        self.process = process
+        self.processes = processes
         self._states: list[States] = []
         self._worker_seed: int | None = None
 
@@ -59,21 +62,23 @@ class ShardGenerators:
     def each(self, function: Callable[[Any], Any], values: Iterable[Any]) -> list[Any]:
         """The function of the value of each shard, called with the generators of that shard."""
         present = capture()
-        info = get_worker_info()
-        if not self._states or (info is not None and info.seed != self._worker_seed):
+        worker = get_worker_info()
+        is_new_worker = worker is not None and worker.seed != self._worker_seed
+        if is_new_worker or not self._states:
             # A worker process begins with a seed that all shards share.
-            self._states = [present] * self.shards
-        if info is not None:
-            self._worker_seed = info.seed
+            self._states = [present] * self.count
+        if worker is not None:
+            self._worker_seed = worker.seed
         first = self._states[0]
-        states = [present if state == first else state for state in self._states]
         results = []
         for i, value in enumerate(values):
-            restore(states[i])
+            state = self._states[i]
+            if state == first:
+                state = present
+            restore(state)
             results.append(function(value))
-            states[i] = capture()
-        restore(states[0])
-        self._states = states
+            self._states[i] = capture()
+        restore(self._states[0])
         return results
 
 
@@ -82,12 +87,12 @@ class JoinedBatches(Dataset[Any]):
 
     Args:
         loader: whose data set and `collate_fn` are used.
-        generators: of the shards.
+        shards: whose parts are joined.
     """
 
-    def __init__(self, loader: DataLoader[Any], generators: ShardGenerators) -> None:
+    def __init__(self, loader: DataLoader[Any], shards: JoinedShards) -> None:
         self.dataset: Any = loader.dataset
-        self.generators = generators
+        self.shards = shards
         self._collate: Callable[[Any], Any] = loader.collate_fn
         self._is_batched = loader.batch_sampler is not None or loader.batch_size is not None
 
@@ -98,11 +103,11 @@ class JoinedBatches(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def __getitem__(self, parts: list[tuple[Any, bool]]) -> Any:
-        return self.collate(parts, self._samples)
+        return self.collate(parts, self._read)
 
     __getitems__ = __getitem__
 
-    def _samples(self, indices: Any) -> Any:
+    def _read(self, indices: Any) -> Any:
         if not self._is_batched:
             return self.dataset[indices]
         if getattr(self.dataset, "__getitems__", None):
@@ -111,21 +116,27 @@ class JoinedBatches(Dataset[Any]):
 
     def collate(self, parts: list[tuple[Any, bool]], read: Callable[[Any], Any] = as_is) -> Any:
         """The joined batch of what each shard reads, and whether it is more than a placeholder."""
+
+        def read_part(part: tuple[Any, bool]) -> tuple[Any, Any]:
+            samples = read(part[0])
+            return samples, self._collate(samples)
+
+        batches = []
         samples: list[Any] = []
-
-        def batch(part: tuple[Any, bool]) -> Any:
-            samples.append(read(part[0]))
-            return self._collate(samples[-1])
-
-        batches = self.generators.each(batch, parts)
-        counted = [i for i, (_, is_counted) in enumerate(parts) if is_counted] or [0]
+        pairs = self.shards.each(read_part, parts)
+        for (samples_of_shard, batch), (_, is_counted) in zip(pairs, parts, strict=True):
+            if is_counted:
+                batches.append(batch)
+                samples.append(samples_of_shard)
+        if not batches:
+            return pairs[0][1]
         try:
-            return joined([batches[i] for i in counted])
+            return joined(batches)
         except PrepareError:
             if not self._is_batched:
                 raise
             # Of another length, or with numbers for all of a batch: together they are padded to one length.
-            return self._collate([sample for i in counted for sample in samples[i]])
+            return self._collate(list(itertools.chain.from_iterable(samples)))
 
 
 def joined(batches: list[Any]) -> Any:
@@ -173,79 +184,48 @@ class JoinedPlan(ReadPlan):
 
     def steps(self, stream: Iterator[Any], start: int = 0) -> Iterator[ShardStep]:
         """The steps of this process: what each of its shards reads, and whether it is more than a placeholder."""
+        shards = self.cut.shards * self.joined
         first = self.cut.index * self.joined
-        shards = []
+        steps = []
         for index, elements in enumerate(itertools.tee(stream, self.joined), first):
-            cut = dataclasses.replace(self.cut, shards=self.cut.shards * self.joined, index=index)
-            plan = ReadPlan(
-                self.stream,
-                self.of_samples,
-                self.size,
-                self.drop_last,
-                cut,
-                self.skip,
-                self.counted,
-            )
-            shards.append(plan.steps(elements, start))
-        return map(self.join, itertools.zip_longest(*shards))
-
-    def join(self, steps: tuple[ShardStep | None, ...]) -> ShardStep:
-        """The step of this process from those of its shards. None: a shard has no step left."""
-        present = [step for step in steps if step is not None]
-        counts = present[0].counts
-        first = self.cut.index * self.joined
-        parts = []
-        for index, step in enumerate(steps, first):
-            # Without samples, `exact` reads a placeholder.
-            is_placeholder = self.cut.exact and counts is not None and not counts[index]
-            if step is not None:
+            cut = dataclasses.replace(self.cut, shards=shards, index=index)
+            plan = dataclasses.replace(self, cut=cut, joined=1)
+            steps.append(ReadPlan.steps(plan, elements, start))
+        for of_shards in itertools.zip_longest(*steps):
+            # A shard may have no step left.
+            present = [step for step in of_shards if step is not None]
+            counts = present[0].counts
+            parts = []
+            for index, step in enumerate(present, first):
+                # Without samples, `exact` reads a placeholder.
+                is_placeholder = self.cut.exact and counts is not None and not counts[index]
                 parts.append((step.data, not is_placeholder))
-        if counts is not None:
-            counts = self.counts(counts)
-        return ShardStep(parts, counts, present[0].position)
-
-    def counts(self, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """The samples that each process has in a step, from those of each shard."""
-        starts = range(0, len(counts), self.joined)
-        return tuple(sum(counts[start : start + self.joined]) for start in starts)
+            if counts is not None:
+                starts = range(0, shards, self.joined)
+                counts = tuple(sum(counts[i : i + self.joined]) for i in starts)
+            yield ShardStep(parts, counts, present[0].position)
 
 
 class _Joined(PreparedLoader):
-    """A loader that joins shards.
+    """A loader that joins shards, which `around` takes as the argument `shards`."""
 
-    Args (of `around`):
-        generators: those of the shards that this process reads.
-        process, processes: which of the processes this is, that read all shards together.
-    """
-
-    generators: ShardGenerators
-    process: int
-    processes: int
+    shards: JoinedShards
 
     def _configure(self, **options: Any) -> None:
-        for name in ("generators", "process", "processes"):
-            setattr(self, name, options.pop(name))
+        self.shards = options.pop("shards")
         super()._configure(**options)
 
     def options(self) -> dict[str, Any]:
         """The arguments with which `around` makes another loader like this one."""
-        names = ("generators", "process", "processes")
-        return {**super().options(), **{name: getattr(self, name) for name in names}}
+        return {**super().options(), "shards": self.shards}
 
     def plan(self) -> ReadPlan:
         """The order of the samples, and how it is split between processes that read several shards."""
         plan = super().plan()
-        cut = dataclasses.replace(plan.cut, shards=self.processes, index=self.process)
-        return JoinedPlan(
-            plan.stream,
-            plan.of_samples,
-            plan.size,
-            plan.drop_last,
-            cut,
-            plan.skip,
-            plan.counted,
-            self.generators.shards,
-        )
+        fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+        shards = self.shards
+        fields["cut"] = dataclasses.replace(plan.cut, shards=shards.processes, index=shards.process)
+        return JoinedPlan(**fields, joined=shards.count)
 
     def _share(self, plan: ReadPlan, order: Order) -> None:
         super()._share(plan, order)
@@ -258,14 +238,14 @@ class JoinedLoader(_Joined, DataLoaderShard):
 
     def _open_source(self) -> BatchSource:
         base = self.base_dataloader
-        batches = JoinedBatches(base, self.generators)
+        batches = JoinedBatches(base, self.shards)
         if is_iterable(base):
             return BatchSource(altered(base, collate_fn=batches.collate))
         return BatchSource(altered(base, dataset=batches, collate_fn=as_is))
 
     def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         if self.base_dataloader.generator is None and not order.resumes:
-            self.generators.begin_pass()
+            self.shards.begin_pass()
         return super()._open(plan, order, start)
 
 
@@ -273,16 +253,16 @@ class JoinedDispatcher(_Joined, DataLoaderDispatcher):
     """The loader that one process reads for all shards, which are slices of what it reads."""
 
     def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
-        shards = DataLoaderDispatcher.plan(self)
-        for step in self.assigned(shards, order, start)():
-            batches = []
-            for i, batch in enumerate(step.batches):
-                is_placeholder = self.cut.exact and step.counts is not None and not step.counts[i]
-                if batch is not NO_BATCH and not is_placeholder:
-                    batches.append(batch)
+        plan_of_shards = DataLoaderDispatcher.plan(self)
+        for step in self.assigned(plan_of_shards, order, start)():
             counts = step.counts
+            batches = step.batches
             if counts is not None:
+                if self.cut.exact:
+                    # Without samples, a shard has a placeholder.
+                    batches = [batch for batch, count in zip(batches, counts, strict=True) if count]
                 counts = (sum(counts),)
+            batches = [batch for batch in batches if batch is not NO_BATCH]
             yield ShardStep(joined(batches), counts, step.position, step.final)
 
 
@@ -291,72 +271,57 @@ class JoinedSplitLoader(_Joined, SplitLoader):
 
     def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         if self.unsplit is None or start.consumed:
-            raise PrepareError(
-                "accelerate certify: a dataset that was split for the processes, and the rest of an epoch of one, are "
-                "read by as many processes. Compare with a layout as the reference: --reference ddp:2"
-            )
-        opened = self.generators.each(self._open_shard, range(self.cut.shards))
-        steps = self._equalized(opened, self.cut.even, plan.drop_last)
-        skipped = plan.skip // plan.stride
-        for number, step in enumerate(itertools.islice(steps, skipped, None), skipped + 1):
-            step.position = StreamPosition(number * plan.stride)
-            yield step
+            raise _unreadable("a dataset that was split for the processes, or the rest of an epoch")
+        opened = self.shards.each(self._open_shard, range(self.shards.count))
+        position = 0
+        is_last = False
+        while not is_last:
+            steps = self.shards.each(lambda shard: next(shard, None), opened)
+            if None in steps:
+                return
+            ends = [step.last for step in steps]
+            counts = [samples_in(step) for step in steps]
+            is_last = any(ends)
+            if not plan.drop_last and (len(set(counts)) > 1 or is_last != all(ends)):
+                raise _unreadable("the end of an epoch whose shards have different lengths")
+            position += plan.stride
+            if position > plan.skip:
+                data = joined([step.data for step in steps])
+                yield ShardStep(data, (sum(counts),), StreamPosition(position), is_last)
 
     def _open_shard(self, shard: int) -> Iterator[ShardStep]:
-        dataset = self.unsplit.shard(num_shards=self.cut.shards, index=shard)
+        dataset = self.unsplit.shard(num_shards=self.shards.count, index=shard)
         dataset.set_epoch(self.iteration)
         source = BatchSource(altered(self.base_dataloader, dataset=dataset))
         plan = dataclasses.replace(SplitLoader.plan(self), cut=ShardSplit(), skip=0)
         return source.open(plan, self._new_order(), StreamPosition())
 
-    def _equalized(
-        self, shards: list[Iterator[ShardStep]], even: bool, drop_last: bool
-    ) -> Iterator[ShardStep]:
-        """The joined steps, as `equalized` fills those of one process."""
-        heads: list[ShardStep] = []
-        while True:
-            steps = self.generators.each(lambda shard: next(shard, None), shards)
-            present = [step for step in steps if step is not None]
-            if not present or (drop_last and len(present) < len(steps)):
-                return
-            heads = heads or [dataclasses.replace(step) for step in present]
-            counts = [samples_in(step) for step in present]
-            if even and not drop_last:
-                present = [
-                    filled_step(step, max(counts), head)
-                    for step, head in zip(steps, heads, strict=True)
-                ]
-            ends = [step is None or step.last for step in steps]
-            last = all(ends) or (drop_last and any(ends))
-            data = joined([step.data for step in present])
-            yield ShardStep(data, (sum(counts),), 0, last)
 
-
-def join_shards(
-    loader: Any, process: int, processes: int, generators: ShardGenerators
-) -> DataLoader[Any]:
+def join_shards(loader: Any, shards: JoinedShards) -> DataLoader[Any]:
     """A loader with what several shards read.
 
     Args:
         loader: the prepared loader of the first shard that this process reads.
-        process: which of the processes this is, that read all shards together.
-        processes: their number.
-        generators: those of the shards that this process reads.
+        shards: what this process reads.
 
     Raises:
         PrepareError: only the processes of the layout itself can read this loader's shards.
     """
     kinds: dict[type, Any] = {DataLoaderShard: JoinedLoader}
-    if processes == 1:
+    if shards.processes == 1:
         kinds[DataLoaderDispatcher] = JoinedDispatcher
         kinds[SplitLoader] = JoinedSplitLoader
     kind = kinds.get(type(loader))
     if kind is None or not is_native(loader.base_dataloader):
-        shards = processes * generators.shards
-        raise PrepareError(
-            f"accelerate certify: {processes} process(es) cannot read this {type(loader).__name__} as {shards} do. "
-            "Compare with a layout as the reference that has as many data shards: --reference ddp:2"
-        )
-    options = {"process": process, "processes": processes, "generators": generators}
-    prepared: DataLoader[Any] = kind.around(loader.base_dataloader, **loader.options(), **options)
+        raise _unreadable(f"this {type(loader).__name__}")
+    prepared: DataLoader[Any] = kind.around(
+        loader.base_dataloader, **loader.options(), shards=shards
+    )
     return prepared
+
+
+def _unreadable(what: str) -> PrepareError:
+    return PrepareError(
+        f"accelerate certify: only as many processes as the layout has data shards can read {what}. Compare with a "
+        "layout as the reference that has them: --reference ddp:2"
+    )

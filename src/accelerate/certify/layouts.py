@@ -13,7 +13,7 @@ from typing import Any
 from ..core.errors import ConfigurationError
 
 # Dimensions of a device mesh in their order, with their fields of `ParallelismConfig`.
-_FIELDS = {
+FIELDS = {
     "pp": "pp", "ddp": "dp_replicate", "fsdp": "dp_shard", "cp": "cp", "sp": "sp", "tp": "tp",
 }  # fmt: skip
 # Keys of a configuration file for which a layout has values of its own.
@@ -44,7 +44,7 @@ class Layout:
     @property
     def ordered(self) -> str:
         """The text with the dimensions in the order of a mesh; empty for one process."""
-        return "x".join(f"{name}:{self.sizes[name]}" for name in _FIELDS if name in self.sizes)
+        return text_of(self.sizes)
 
     @property
     def shards(self) -> int:
@@ -79,14 +79,18 @@ class Layout:
                 if not key.endswith("_size")
             }
             sizes = {
-                f"parallelism_config_{_FIELDS[name]}_size": size
-                for name, size in self.sizes.items()
+                f"parallelism_config_{FIELDS[name]}_size": size for name, size in self.sizes.items()
             }
             settings["parallelism_config"] = options | sizes
         return settings
 
 
 SINGLE = Layout("single", {})
+
+
+def text_of(sizes: Mapping[str, int]) -> str:
+    """The sizes of dimensions as text, in the order of a mesh; empty for one process."""
+    return "x".join(f"{name}:{sizes[name]}" for name in FIELDS if sizes.get(name, 1) > 1)
 
 
 def is_layout(word: str) -> bool:
@@ -106,10 +110,10 @@ def parse(text: str, option: str = "--layouts") -> Layout:
     for part in text.split("x"):
         name, _, number = part.partition(":")
         is_size = re.fullmatch("[1-9][0-9]{0,5}", number) is not None
-        if name not in _FIELDS or not is_size or name in sizes:
+        if name not in FIELDS or not is_size or name in sizes:
             raise ConfigurationError(
                 f"{option} {text}: write dimension:ranks, with x between two of them, as in ddp:2 or fsdp:2xtp:2. "
-                f"The dimensions are {', '.join(_FIELDS)}"
+                f"The dimensions are {', '.join(FIELDS)}"
             )
         sizes[name] = int(number)
     return Layout(text, {name: size for name, size in sizes.items() if size > 1})
@@ -119,7 +123,7 @@ def of_launch(values: Mapping[str, Any], processes: int) -> Layout:
     """The layout that the settings of a launch select."""
     sizes = {}
     if values["use_parallelism_config"]:
-        for name, field in _FIELDS.items():
+        for name, field in FIELDS.items():
             size = values[f"parallelism_config_{field}_size"]
             if size and size > 1:
                 sizes[name] = size
@@ -129,8 +133,7 @@ def of_launch(values: Mapping[str, Any], processes: int) -> Layout:
         if values["use_fsdp"] and "fsdp" not in sizes:
             name = "fsdp"
         sizes[name] = remaining * sizes.get(name, 1)
-    text = "x".join(f"{name}:{size}" for name, size in sizes.items())
-    return Layout(text or SINGLE.text, sizes)
+    return Layout(text_of(sizes) or SINGLE.text, sizes)
 
 
 def check_base(base: Mapping[str, Any], origin: str) -> None:

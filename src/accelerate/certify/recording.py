@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..core.observers import RunObserver
 from ..core.trees import leaves
@@ -24,9 +23,11 @@ from ..parallel.gradients import gradients_of
 from ..parallel.prepared import PreparedModel
 from ..run.checkpoints import RunCheckpoints
 from ..runtime import mesh
+from ..state import PartialState
 from . import contents
 from .forward import FirstForward
 from .joining import Tensors, different_replica, from_ranks, join, on_all_ranks, plain, rank
+from .layouts import FIELDS
 from .reference import perturb_gradients, perturb_outputs, remove_dropout
 from .settings import Settings
 
@@ -34,8 +35,6 @@ from .settings import Settings
 LARGE = 1 << 30
 # What the file of a step has of it, in this order.
 KINDS = ("batch", "output", "loss", "gradient", "options", "parameter", "buffer", "state")
-# How `--layouts` names dimensions of a mesh.
-_DIMENSIONS = {"dp_replicate": "ddp", "dp_shard": "fsdp"}
 
 
 class RecordedRun(RunObserver):
@@ -51,17 +50,22 @@ class RecordedRun(RunObserver):
         self._run = weakref.ref(run)
         self._folder = Path(settings.folder)
         self._forward = FirstForward()
-        # Of the present step.
+        self._steps = 0
+        self._steps_of: dict[AcceleratedOptimizer, int] = {}
+        self._is_large: bool | None = None
+        # Whether no rank before this one reads the same samples.
+        self._is_reader: bool | None = None
+        # What `run.json` says of differences between ranks.
+        self._notes: dict[str, Any] = {}
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        # What the file of the present step has.
         self._tensors: Tensors = {}
         self._losses: list[tuple[torch.Tensor, float]] = []
-        self._batches: list[list[torch.Tensor]] = []
-        self._counts: weakref.WeakKeyDictionary[AcceleratedOptimizer, int] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._steps = 0
-        # Of the first rank in each shard of the data.
-        self._readers: list[int] = []
-        self._info: dict[str, Any] = {}
+        # What this rank has read: by name, and the number of batches.
+        self._samples: Tensors = {}
+        self._batches = 0
 
     # -- the events
 
@@ -80,11 +84,13 @@ class RecordedRun(RunObserver):
 
     def batch(self, loader: Any, data: Any) -> None:
         """Note what the loop reads. It may change that in place."""
-        tensors: list[torch.Tensor] = []
+        # A placeholder, of weight 0, has no samples.
         if getattr(loader, "batch_weight", 1.0):
-            tensors += [tensor for tensor in leaves(data) if tensor.ndim]
-        # Those of a placeholder, of weight 0, are no samples.
-        self._batches.append([tensor.detach().to("cpu", copy=True) for tensor in tensors])
+            tensors = [tensor for tensor in leaves(data) if tensor.ndim]
+            for i, tensor in enumerate(tensors):
+                name = f"batch/{self._batches}.{i}"
+                self._samples[name] = tensor.detach().to("cpu", copy=True)
+        self._batches += 1
         self._forward.begin_loop()
 
     def before_backward(self, loss: Any) -> None:
@@ -121,19 +127,21 @@ class RecordedRun(RunObserver):
         if run is None or optimizer not in run.objects.optimizers:
             return
         self._record_inputs(run)
-        models = [prepared.module for prepared in run.objects.models]
-        contexts = [prepared.swappable() for prepared in run.objects.models]
-        for prepared in run.objects.models:
+        models = run.objects.models
+        for prepared in models:
             prepared.reshard()
-        with run.precision.swap_in_master_weights(models, [optimizer.optimizer], contexts):
+        modules = [prepared.module for prepared in models]
+        contexts = [prepared.swappable() for prepared in models]
+        with run.precision.swap_in_master_weights(modules, [optimizer.optimizer], contexts):
             parameters, buffers = contents.parameters_and_buffers(run.objects)
             self._record(run, "parameter", parameters)
             self._record(run, "buffer", buffers)
             self._record(run, "state", contents.optimizer_state(run.objects, optimizer))
         self._write()
-        self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
-        counts = [self._counts.get(other, 0) for other in run.objects.optimizers]
-        if min(counts) >= self._settings.steps or max(counts) >= 4 * self._settings.steps:
+        self._steps_of[optimizer] = self._steps_of.get(optimizer, 0) + 1
+        steps = [self._steps_of.get(other, 0) for other in run.objects.optimizers]
+        limit = self._settings.steps
+        if min(steps) >= limit or max(steps) >= 4 * limit:
             self._end(run)
 
     # -- parts of a step
@@ -141,45 +149,44 @@ class RecordedRun(RunObserver):
     def _record_inputs(self, run: RunCheckpoints) -> None:
         """Record batches, losses, and in the first step what modules have returned."""
         self._forward.stop()
-        if not self._readers:
+        if self._is_reader is None:
             shards = on_all_ranks(run.strategy.data_shard[0])
-            self._readers = [shards.index(shard) for shard in sorted(set(shards))]
-        losses = [(float(loss), weight) for loss, weight in self._losses]
-        for i, shares in enumerate(zip(*from_ranks(losses), strict=False)):
-            mean = torch.tensor(_weighted_mean(shares), dtype=self._losses[i][0].dtype)
-            self._tensors[f"loss/{i}"] = mean
-        read: tuple[list[list[torch.Tensor]], Tensors] = [], {}
-        if rank() in self._readers:
-            read = self._batches, self._forward.outputs
-        of_ranks = from_ranks(read)
-        if of_ranks:
-            self._join_samples([of_ranks[reader] for reader in self._readers])
+            self._is_reader = shards.index(shards[rank()]) == rank()
+        samples: Tensors | None = None
+        if self._is_reader:
+            samples = self._samples
+            for name, output in self._forward.outputs.items():
+                samples[f"output/{name}"] = output
         self._forward.outputs.clear()
-        self._batches, self._losses = [], []
+        losses = [(float(loss), weight) for loss, weight in self._losses]
+        of_ranks = from_ranks((losses, samples, self._batches))
+        if not of_ranks:
+            return
+        readers = [message for message in of_ranks if message[1] is not None]
+        batches = [message[2] for message in readers]
+        if len(set(batches)) > 1:
+            self._notes.setdefault("uneven", {"step": self._steps + 1, "batches": batches})
+        self._join_samples([message[1] for message in readers])
+        for i, shares in enumerate(zip(*[message[0] for message in of_ranks], strict=False)):
+            dtype = self._losses[i][0].dtype
+            self._tensors[f"loss/{i}"] = torch.tensor(_weighted_mean(shares), dtype=dtype)
 
-    def _join_samples(self, shards: list[tuple[list[list[torch.Tensor]], Tensors]]) -> None:
-        counts = [len(batches) for batches, _ in shards]
-        if len(set(counts)) > 1:
-            self._info.setdefault("uneven", {"step": self._steps + 1, "batches": counts})
-        for i in range(max(counts)):
-            # A shard may have read fewer batches, or a placeholder.
-            parts = [batches[i] for batches, _ in shards if batches[i : i + 1] not in ([], [[]])]
-            for j, tensors in enumerate(zip(*parts, strict=False)):
-                self._add_joined(f"batch/{i}.{j}", tensors)
-        for name in shards[0][1]:
-            tensors = tuple(outputs[name] for _, outputs in shards if name in outputs)
-            self._add_joined(f"output/{name}", tensors)
-
-    def _add_joined(self, name: str, parts: tuple[torch.Tensor, ...]) -> None:
-        # Without those of another length on each rank, which one process pads together.
-        with contextlib.suppress(RuntimeError):
-            self._tensors[name] = torch.cat(parts)
+    def _join_samples(self, shards: list[Tensors]) -> None:
+        """Record what shards of the data have read and computed, in their order."""
+        names: dict[str, None] = {}
+        for samples in shards:
+            names.update(dict.fromkeys(samples))
+        for name in names:
+            parts = [samples[name] for samples in shards if name in samples]
+            # Without those of another length on each rank, which one process pads together.
+            with contextlib.suppress(RuntimeError):
+                self._tensors[name] = torch.cat(parts)
 
     def _record(self, run: RunCheckpoints, kind: str, tensors: Tensors) -> None:
         """Join tensors, and note the first one of which ranks have different copies."""
-        if not self._info:
-            self._info = {"is_large": contents.size_of(run.objects) > LARGE}
-        for name, tensor in join(tensors, self._info["is_large"]).items():
+        if self._is_large is None:
+            self._is_large = contents.size_of(run.objects) > LARGE
+        for name, tensor in join(tensors, self._is_large).items():
             self._tensors[f"{kind}/{name}"] = tensor
         if kind == "state":
             return
@@ -187,22 +194,18 @@ class RecordedRun(RunObserver):
         if different is None:
             return
         name, first, second = different
-        expected, places = _coordinates(run, first), _coordinates(run, second)
-        dimensions = [key for key, place in places.items() if expected[key] != place]
-        noted = "replicas"
+        note = {
+            "step": self._steps + 1,
+            "kind": kind,
+            "name": name,
+            "rank": second,
+            "dimension": _dimension_between(run, first, second),
+        }
         if kind == "buffer":
             # A layout may leave them to each rank.
-            noted = "buffers"
-        self._info.setdefault(
-            noted,
-            {
-                "step": self._steps + 1,
-                "kind": kind,
-                "name": name,
-                "rank": second,
-                "dimension": "x".join(dimensions),
-            },
-        )
+            self._notes.setdefault("buffers", note)
+        else:
+            self._notes.setdefault("replicas", note)
 
     # -- the files
 
@@ -212,18 +215,18 @@ class RecordedRun(RunObserver):
             # Another accelerator of the script may have written some.
             number = 1 + len(list(self._folder.glob("step_*.pt")))
             torch.save(self._tensors, self._folder / f"step_{number}.pt")
-        self._tensors = {}
+        self._begin_step()
 
     def _end(self, run: RunCheckpoints) -> None:
-        info = {
-            **self._info,
-            "steps": self._steps,
-            "shards": run.strategy.data_shard[1],
-            "layout": run.strategy.name,
-            "processes": dist.get_world_size() if dist.is_initialized() else 1,
-            "draws": sorted(self._forward.draws),
-        }
         if rank() == 0:
+            info = {
+                **self._notes,
+                "steps": self._steps,
+                "shards": run.strategy.data_shard[1],
+                "layout": run.strategy.name,
+                "processes": PartialState().num_processes,
+                "draws": sorted(self._forward.draws),
+            }
             (self._folder / "run.json").write_text(json.dumps(info))
         run.loop.remove(self)
         if self._settings.exits:
@@ -244,13 +247,13 @@ def _computed_in(run: RunCheckpoints) -> torch.dtype:
     return dtype
 
 
-def _coordinates(run: RunCheckpoints, index: int) -> dict[str, int]:
-    """The place of a rank in each dimension of the layout."""
+def _dimension_between(run: RunCheckpoints, first: int, second: int) -> str:
+    """The dimensions of the layout in which two ranks have another place, such as "ddp"."""
     layout = getattr(run.strategy, "layout", None)
     if layout is None:
-        return {"ddp": index}
-    places = mesh.coordinates(layout, index)
-    return {_DIMENSIONS.get(name, name): place for name, place in places.items()}
+        return "ddp"
+    places, other_places = mesh.coordinates(layout, first), mesh.coordinates(layout, second)
+    return "x".join(name for name, key in FIELDS.items() if places[key] != other_places[key])
 
 
 def _weighted_mean(shares: Iterable[tuple[float, float]]) -> float:

@@ -24,7 +24,8 @@ from ..parallel.gradients import local
 from ..run.resolve import Request
 from ..state import AcceleratorState
 from ..torch_internals.compiled import uncompiled
-from .joined import ShardGenerators, join_shards
+from .joined import JoinedShards, join_shards
+from .layouts import FIELDS, text_of
 from .settings import Settings
 
 logger: MultiProcessAdapter = get_logger(__name__)
@@ -94,7 +95,7 @@ class Changes:
         self._dtype: torch.dtype | None = None
         if settings.dtype is not None:
             self._dtype = getattr(torch, settings.dtype)
-        self._generators: ShardGenerators | None = None
+        self._shards: JoinedShards | None = None
 
     def begin(self, request: Request) -> Request:
         """Change the process and what its script has requested."""
@@ -115,14 +116,13 @@ class Changes:
         expected = self.settings.layout
         if not names or expected is None:
             return
-        kind = "ddp"
+        sizes = {"ddp": state.num_processes}
         if state.distributed_type.value in ("FSDP", "DEEPSPEED"):
-            kind = "fsdp"
-        sizes = {kind: state.num_processes}
+            sizes = {"fsdp": state.num_processes}
         if state.parallelism_config is not None:
-            sizes = state.parallelism_config.sizes
-            sizes = {_DIMENSIONS.get(name, name): size for name, size in sizes.items()}
-        actual = "x".join(f"{name}:{size}" for name, size in sizes.items() if size > 1)
+            size_of = state.parallelism_config.sizes
+            sizes = {name: size_of[field] for name, field in FIELDS.items()}
+        actual = text_of(sizes)
         if actual != expected:
             raise ConfigurationError(
                 f"--layouts {expected}: the script gives Accelerator {', '.join(names)}, which makes it {actual}. "
@@ -140,7 +140,8 @@ class Changes:
         """A loader with batches of the type of the models, from one that is not prepared."""
         if self._dtype is None or isinstance(loader, PreparedLoader):
             return loader
-        return altered(loader, collate_fn=_Cast(loader.collate_fn, self._dtype))
+        collate = functools.partial(_collated, loader.collate_fn, self._dtype)
+        return altered(loader, collate_fn=collate)
 
     def data_shards(self, shards: int) -> int:
         """The shards of the data in a layout with so many."""
@@ -166,29 +167,20 @@ class Changes:
         joined = self.joined(data_shard)
         if joined == 1:
             return loader
-        if self._generators is None:
-            self._generators = ShardGenerators(joined)
-        return join_shards(loader, *data_shard, self._generators)
+        if self._shards is None:
+            self._shards = JoinedShards(joined, *data_shard)
+        return join_shards(loader, self._shards)
 
 
-# The name of a dimension in `Layout`.
-_DIMENSIONS = {"dp_replicate": "ddp", "dp_shard": "fsdp"}
+def _collated(collate: Callable[[Any], Any], dtype: torch.dtype, samples: Any) -> Any:
+    """A batch, whose floating-point tensors have another type."""
 
-
-class _Cast:
-    """A `collate_fn` whose floating-point tensors have another type."""
-
-    def __init__(self, collate: Callable[[Any], Any], dtype: torch.dtype) -> None:
-        self._collate = collate
-        self._dtype = dtype
-
-    def __call__(self, samples: Any) -> Any:
-        return map_leaves(self._cast, self._collate(samples))
-
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_floating_point():
-            return tensor.to(self._dtype)
+            return tensor.to(dtype)
         return tensor
+
+    return map_leaves(cast, collate(samples))
 
 
 def remove_dropout(model: nn.Module) -> None:
@@ -226,17 +218,16 @@ def perturb_outputs(model: nn.Module, dtype: torch.dtype) -> None:
 def _perturb_output(
     number: int, dtype: torch.dtype, module: nn.Module, args: Any, output: Any
 ) -> Any:
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if not (tensor.requires_grad and tensor.is_floating_point()):
+            return tensor
+        values = tensor.detach()
+        # The gradient passes.
+        return tensor + values * _signs(values, number) * _unit(values, dtype)
+
     if torch.compiler.is_compiling():
         return None
-    return map_leaves(functools.partial(_moved_output, number, dtype), output)
-
-
-def _moved_output(number: int, dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    if not (tensor.requires_grad and tensor.is_floating_point()):
-        return tensor
-    values = tensor.detach()
-    # The gradient passes.
-    return tensor + values * _signs(values, number) * _unit(values, dtype)
+    return map_leaves(move, output)
 
 
 @torch.no_grad()

@@ -37,6 +37,10 @@ def is_of_layout(option: str) -> bool:
     return _OF_LAYOUT.fullmatch(option) is not None
 
 
+class NoVerdict(Exception):
+    """Why a layout cannot be compared."""
+
+
 @dataclass(frozen=True)
 class Recorded:
     """A run that has ended.
@@ -49,12 +53,15 @@ class Recorded:
     folder: Path
     code: int
 
-    @property
-    def info(self) -> dict[str, Any] | None:
-        """What the run has noted at its last step; None if it has ended before."""
+    def info(self, steps: int) -> dict[str, Any]:
+        """What the run has noted at its last step.
+
+        Raises:
+            NoVerdict: it has ended before.
+        """
         path = self.folder / "run.json"
         if not path.exists():
-            return None
+            raise NoVerdict(self.reason(steps))
         info: dict[str, Any] = json.loads(path.read_text())
         return info
 
@@ -74,8 +81,7 @@ class Recorded:
             return f"the script ended after {made} of {steps} optimizer steps: give --steps {made}"
         if self.code == 0:
             return f"the script ended without a step of an optimizer that was prepared ({self.log})"
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        last = lines[-1] if lines else ""
+        last = self.log.read_text(errors="replace").rstrip().rpartition("\n")[2]
         return f"the run ended with code {self.code}: {last} ({self.log})"
 
 
@@ -114,30 +120,27 @@ class Script:
         used = installation or Installation()
         folder.mkdir(parents=True)
         changes.setdefault("layout", layout.ordered)
-        settings_file = folder / "settings.json"
-        dataclasses.replace(self.settings, folder=str(folder), **changes).write(settings_file)
-        config_file = folder / "config.yaml"
-        config_file.write_text(yaml.safe_dump(layout.configuration(self.cpu, self.base)))
-        kind = {"script": [], "module": ["-m"], "program": ["--no_python"]}[self.program.kind]
-        launch = [used.python, "-m", "accelerate.commands.launch"]
-        launch += ["--config_file", str(config_file), "--error_file", str(folder / "error.json")]
-        overridden = {
-            row.variable: None
-            for row in options().values()
-            if row.variable and is_of_layout(row.name)
-        }
+        settings = dataclasses.replace(self.settings, folder=str(folder), **changes)
+        variables: dict[str, Any] = {}
+        for option in options().values():
+            if option.variable and is_of_layout(option.name):
+                variables[option.variable] = None
+        variables.update(used.variables)
+        variables[VARIABLE] = settings.write(folder / "settings.json")
         # A rank that leaves the loop of the others ends the run in minutes.
         waits = env.get("ACCELERATE_COLLECTIVE_TIMEOUT") or _TIMEOUT
-        variables = {
-            **overridden,
-            **used.variables,
-            "ACCELERATE_COLLECTIVE_TIMEOUT": waits,
-            VARIABLE: settings_file,
-        }
+        variables["ACCELERATE_COLLECTIVE_TIMEOUT"] = waits
+
+        config_file = folder / "config.yaml"
+        config_file.write_text(yaml.safe_dump(layout.configuration(self.cpu, self.base)))
+        command = [used.python, "-m", "accelerate.commands.launch"]
+        command += ["--config_file", str(config_file), "--error_file", str(folder / "error.json")]
+        command += {"script": [], "module": ["-m"], "program": ["--no_python"]}[self.program.kind]
+        command += self.program.words
         recorded = Recorded(folder, 0)
         with recorded.log.open("w") as output:
             process = subprocess.Popen(
-                [*launch, *kind, *self.program.words],
+                command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=env.child_environment(variables),
@@ -154,15 +157,17 @@ class Script:
 
     def digest(self) -> str:
         """The checksum of the script's file; empty for a program, and for a module that is not found."""
-        name = Path(self.program.name)
-        files = [name, name / "__main__.py"]
-        if self.program.kind == "module":
-            relative = self.program.name.replace(".", "/")
+        program = self.program
+        files = [Path(program.name), Path(program.name, "__main__.py")]
+        if program.kind == "program":
+            return ""
+        if program.kind == "module":
+            relative = program.name.replace(".", "/")
             files = []
-            for folder in (Path.cwd(), *map(Path, sys.path)):
-                files += [folder / f"{relative}.py", folder / relative / "__main__.py"]
+            for folder in ("", *sys.path):
+                files += [Path(folder, f"{relative}.py"), Path(folder, relative, "__main__.py")]
         for file in files:
-            if file.is_file() and self.program.kind != "program":
+            if file.is_file():
                 return hashlib.sha256(file.read_bytes()).hexdigest()
         return ""
 
@@ -194,12 +199,10 @@ class Reference:
                 f"{shards}: use a reference whose number of batches divides that"
             )
         if shards not in self._pairs:
-            plain = self.script.record(
-                self.layout, self.folder / f"reference-{shards}", shards=shards
-            )
-            moved = self.script.record(
-                self.layout, self.folder / f"perturbed-{shards}", shards=shards, perturb=True
-            )
+            folder = self.folder / f"reference-{shards}"
+            plain = self.script.record(self.layout, folder, shards=shards)
+            folder = self.folder / f"perturbed-{shards}"
+            moved = self.script.record(self.layout, folder, shards=shards, perturb=True)
             self._pairs[shards] = plain, moved
         return self._pairs[shards]
 

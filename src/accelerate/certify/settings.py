@@ -22,9 +22,10 @@ _Settings = TypeVar("_Settings")
 class ProcessSettings:
     """What a command tells the processes that it starts, in a file."""
 
-    def write(self, path: Path) -> None:
-        """Write the file that `read_as` reads."""
+    def write(self, path: Path) -> str:
+        """Write the file that `read_as` reads. Returns its path."""
         path.write_text(json.dumps(dataclasses.asdict(self)))
+        return str(path)
 
 
 @dataclass(frozen=True)

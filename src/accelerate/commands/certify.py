@@ -175,36 +175,31 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _requested(args: argparse.Namespace) -> Certificate:
-    from ..certify import layouts
     from ..certify.certificate import Certificate
-    from ..certify.runs import Script
-    from ..certify.settings import Settings
-    from ..launchers.spec import Program
     from .launch import find_file
 
-    file = find_file(args.config_file)
     base: dict[str, Any] = {}
+    file = find_file(args.config_file)
     if file is not None:
         base = file.data
     kind = "script"
     if args.module:
         kind = "module"
-    dtype = args.dtype
-    if dtype == "own":
-        dtype = None
-    steps = 4 if args.steps is None else args.steps
     cpu = args.cpu or base.get("use_cpu") or env.get_flag("ACCELERATE_USE_CPU")
-    script = Script(
-        Program(args.script, tuple(args.arguments), kind),
-        base,
-        Settings("", steps, dropout=bool(args.dropout), dtype=dtype),
-        bool(cpu) or not system.accelerators().number,
+    return Certificate.of(
+        {
+            "command": [args.script, *args.arguments],
+            "kind": kind,
+            "configuration": base,
+            "cpu": bool(cpu) or not system.accelerators().number,
+            "steps": 4 if args.steps is None else args.steps,
+            "dtype": args.dtype or "own",
+            "dropout": bool(args.dropout),
+            "reference": args.reference or "single",
+            "against": args.against,
+            "layouts": [{"layout": text} for text in args.layouts],
+        }
     )
-    reference = layouts.SINGLE
-    if args.reference is not None:
-        reference = layouts.parse(args.reference, "--reference")
-    chosen = [layouts.parse(text) for text in args.layouts]
-    return Certificate(script, chosen, reference, args.against)
 
 
 def _compare_fields(args: argparse.Namespace, certificate: Certificate) -> None:

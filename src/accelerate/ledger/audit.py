@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +16,12 @@ from .rows import Array, Ledger
 # Why positions of an epoch were not trained once, and what is written about it.
 REASONS = {
     "drop_last": "not trained: drop_last drops the incomplete last step",
-    "skip": "not trained: the pass began behind them (skip_first_batches, or a position that was loaded)",
+    "skip": "not trained: the pass, or another order of the epoch, began behind them (skip_first_batches, a position "
+    "that was loaded, another seed)",
     "left": "not trained: the loop left the epoch",
     "no_backward": "read, and no backward followed before the next batch",
     "optimizer": "not trained: the optimizer left out the step, whose gradients were not finite",
     "unrecorded": "not known: steps are missing in the ledger",
-    "order": "not known: another order of the epoch (another seed?) goes on behind them",
     "even_batches": "trained twice: even_batches fills the last step with the start of the epoch",
     "again": "trained again in the same epoch",
 }
@@ -60,6 +61,11 @@ class Epoch:
     is_open: bool = False
     findings: list[Finding] = field(default_factory=list)
 
+    def add(self, reason: str, begin: int, end: int, step: int | None = None) -> None:
+        """Add a finding on the positions from `begin` to the one before `end`, if there are any."""
+        if begin < end:
+            self.findings.append(Finding(reason, begin, end - 1, step))
+
 
 @dataclass
 class Audit:
@@ -89,8 +95,6 @@ class Audit:
 def audit(ledger: Ledger) -> Audit:
     """Audit the ledger of a run."""
     numbers = ledger.steps["step"]
-    expected = np.arange(1, numbers.max(initial=0) + 1)
-    missing = _spans(np.setdiff1d(expected, numbers))
     groups: dict[Any, list[int]] = {}
     for i, key in enumerate(ledger.ranges[["index", "epoch", "order"]].tolist()):
         groups.setdefault(key, []).append(i)
@@ -99,18 +103,20 @@ def audit(ledger: Ledger) -> Audit:
     # From the newest one on, as the steps of an epoch end where the next one begins.
     for members in reversed(groups.values()):
         ranges = ledger.ranges[members]
-        index = int(ranges[0]["index"])
-        epoch = _epoch(ledger, ranges, following.get(index), missing)
-        following[index] = epoch
-        epochs.insert(0, epoch)
+        loader = int(ranges["index"][0])
+        epoch = _epoch(ledger, ranges, following.get(loader))
+        following[loader] = epoch
+        epochs.append(epoch)
+    expected = np.arange(1, numbers.max(initial=0) + 1)
+    missing = _spans(np.setdiff1d(expected, numbers))
     redone = _spans(np.unique(ledger.superseded["step"]))
-    return Audit(len(ledger.attempts), len(numbers), redone, missing, epochs)
+    return Audit(len(ledger.attempts), len(numbers), redone, missing, epochs[::-1])
 
 
-def _epoch(ledger: Ledger, ranges: Array, following: Epoch | None, missing: list[Span]) -> Epoch:
+def _epoch(ledger: Ledger, ranges: Array, following: Epoch | None) -> Epoch:
     """The audit of the ranges of one order, before the epoch of the same loader that follows."""
     newest = ranges[-1]
-    first_step, last_step = int(ranges[0]["step"]), int(newest["step"])
+    first_step, last_step = ranges["step"][[0, -1]].tolist()
     epoch = Epoch(int(newest["index"]), int(newest["epoch"]), (first_step, last_step))
     total = float(newest["total"])
     if math.isnan(total) and newest["flags"] & rows.LAST:
@@ -119,57 +125,46 @@ def _epoch(ledger: Ledger, ranges: Array, following: Epoch | None, missing: list
         epoch.total = int(total)
     numbers = ledger.steps["step"]
     steps = ledger.steps[np.searchsorted(numbers, ranges["step"])]
-    for world_size in steps["world_size"].tolist():
-        if epoch.ranks[-1:] != [world_size]:
-            epoch.ranks.append(world_size)
-    of_epoch = numbers >= first_step
+    epoch.ranks = [size for size, _ in itertools.groupby(steps["world_size"].tolist())]
+
+    is_in_epoch = numbers >= first_step
     if following is not None:
-        of_epoch &= numbers < following.steps[0]
-        if following.epoch == epoch.epoch:
-            _compare_orders(following)
-    # A loop that reads a batch ahead has a backward for each batch, later.
-    reads_ahead = ledger.steps["backwards"][of_epoch].sum() >= ranges["batches"].sum()
+        is_in_epoch &= numbers < following.steps[0]
+    is_unused = ranges["flags"] & rows.SKIPPED != 0
+    if ledger.steps["backwards"][is_in_epoch].sum() >= ranges["batches"].sum():
+        # A loop that reads a batch ahead has a backward for each batch, later.
+        is_unused[:] = False
+    is_left_out = steps["flags"] & rows.SKIPPED != 0
     reached = before = 0
     for i in np.argsort(ranges["first"], kind="stable").tolist():
-        row = ranges[i]
-        first, last, step = int(row["first"]), int(row["last"]), int(row["step"])
-        if first > reached:
-            reason = "skip"
-            if any(before < low and high < step for low, high in missing):
-                reason = "unrecorded"
-            epoch.findings.append(Finding(reason, reached, first - 1))
-        if row["flags"] & rows.SKIPPED and not reads_ahead:
-            epoch.findings.append(Finding("no_backward", first, last - 1, step))
-        elif steps[i]["flags"] & rows.SKIPPED:
-            epoch.findings.append(Finding("optimizer", first, last - 1, step))
+        first, last, step = ranges[["first", "last", "step"]][i].item()
+        between = np.searchsorted(numbers, step) - np.searchsorted(numbers, before, "right")
+        if between < step - before - 1:
+            epoch.add("unrecorded", reached, first)
         else:
-            epoch.samples += float(row["samples"])
+            epoch.add("skip", reached, first)
+        if is_unused[i]:
+            epoch.add("no_backward", first, last, step)
+        elif is_left_out[i]:
+            epoch.add("optimizer", first, last, step)
+        else:
+            epoch.samples += float(ranges["samples"][i])
             epoch.trained += max(0, last - max(first, reached))
-            if first < reached:
-                again = min(last, reached) - 1
-                epoch.findings.append(Finding("again", first, again, step))
+            epoch.add("again", first, min(last, reached), step)
         reached = max(reached, last)
         before = step
-    if epoch.total is not None and reached < epoch.total:
-        is_complete = ranges["flags"] & rows.LAST
-        reason = "left"
-        if is_complete.any() and newest["flags"] & rows.DROPS:
-            reason = "drop_last"
-        if reason == "left" and following is None:
-            epoch.is_open = True
-        else:
-            epoch.findings.append(Finding(reason, reached, epoch.total - 1))
-    repeated = int(ranges["repeated"].sum())
-    if repeated:
-        epoch.findings.append(Finding("even_batches", 0, repeated - 1))
+
+    is_complete = (ranges["flags"] & rows.LAST).any()
+    if epoch.total is None or reached >= epoch.total:
+        epoch.is_open = False
+    elif is_complete and newest["flags"] & rows.DROPS:
+        epoch.add("drop_last", reached, epoch.total)
+    elif following is None:
+        epoch.is_open = True
+    else:
+        epoch.add("left", reached, epoch.total)
+    epoch.add("even_batches", 0, int(ranges["repeated"].sum()))
     return epoch
-
-
-def _compare_orders(epoch: Epoch) -> None:
-    """In an epoch that has had another order before, the beginning was read in that one."""
-    if epoch.findings and epoch.findings[0].first == 0 and epoch.findings[0].step is None:
-        beginning = epoch.findings[0]
-        epoch.findings[0] = Finding("order", 0, beginning.last)
 
 
 def _spans(numbers: Array) -> list[Span]:

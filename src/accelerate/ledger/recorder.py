@@ -68,7 +68,7 @@ class LedgerRecorder(RunObserver):
         self._attempt = 0
         self._record: list[float] | None = None
         self._passes: dict[Any, _Pass] = {}
-        # A pass that ended before a backward of its last batch.
+        # A pass that ended before any backward.
         self._left: _Pass | None = None
         self._begin_step()
         if self._is_main:
@@ -82,10 +82,10 @@ class LedgerRecorder(RunObserver):
             self._attempt = file.read().count(b"\n") + 1
             description = {"attempt": self._attempt, **_description(run)}
             file.write(json.dumps(description, default=str).encode() + b"\n")
-        row = rows.START.row(0)
-        row["shards"] = run.strategy.data_shard[1]
-        row["world_size"] = self._world_size
-        self._add_start(row)
+        self._add(rows.START.row(0))
+
+    def _add(self, row: rows.Row) -> None:
+        self._waiting.append(([row], None))
 
     def _begin_step(self) -> None:
         self._ranges: list[rows.Row] = []
@@ -121,10 +121,11 @@ class LedgerRecorder(RunObserver):
         for current in passes:
             for unused in current.pending[:-1]:
                 unused["flags"] |= rows.SKIPPED
-            for new in current.pending:
-                if not (self._ranges and _extend(self._ranges[-1], new)):
-                    self._ranges.append(new)
-            current.trains = current.trains or bool(current.pending)
+            for row in current.pending:
+                is_part = bool(self._ranges) and _extend(self._ranges[-1], row)
+                if not is_part:
+                    self._ranges.append(row)
+                current.trains = True
             current.pending = []
 
     # -- the step
@@ -139,31 +140,36 @@ class LedgerRecorder(RunObserver):
         record = dict(zip(_FIELDS, self._record, strict=True))
         step = int(record["step"])
         if self._is_main:
-            parts = self._ranges
-            for part in parts:
-                part["step"] = step
-            for index, each in enumerate(run.objects.optimizers):
-                rates = [on_host(scalar(group["lr"])) for group in each.param_groups]
-                part = rows.OPTIMIZER.row(step)
-                part["index"] = index
-                part["rate"] = rates[0]
-                part["lowest"] = min(rates)
-                part["highest"] = max(rates)
-                part["steps"] = each.steps_made
-                parts.append(part)
-            first = rows.STEP.row(step)
-            first["index"] = self._attempt
-            first["rows"] = len(parts)
-            first["world_size"] = self._world_size
-            first["backwards"] = self._backwards
-            for name in ("epoch", "time", "loss", "gradient_norm", "tokens"):
-                first[name] = record[name]
-            if int(record["flags"]) & FLAG_SKIPPED:
-                first["flags"] = rows.SKIPPED
-            self._waiting.append(([first, *parts], values))
+            self._waiting.append((self._rows_of(run, record), values))
             self._begin_step()
         if self._digest_steps and step % self._digest_steps == 0:
             self._add_digests(run, step)
+
+    def _rows_of(self, run: RunCheckpoints, record: dict[str, float]) -> list[rows.Row]:
+        """The row of a step, from its record, and those of its parts."""
+        step = int(record["step"])
+        parts = self._ranges
+        for part in parts:
+            part["step"] = step
+        for index, optimizer in enumerate(run.objects.optimizers):
+            rates = [on_host(scalar(group["lr"])) for group in optimizer.param_groups]
+            part = rows.OPTIMIZER.row(step)
+            part["index"] = index
+            part["rate"] = rates[0]
+            part["lowest"] = min(rates)
+            part["highest"] = max(rates)
+            part["steps"] = optimizer.steps_made
+            parts.append(part)
+        row = rows.STEP.row(step)
+        row["index"] = self._attempt
+        row["rows"] = len(parts)
+        row["world_size"] = self._world_size
+        row["backwards"] = self._backwards
+        for name in ("epoch", "time", "loss", "gradient_norm", "tokens"):
+            row[name] = record[name]
+        if int(record["flags"]) & FLAG_SKIPPED:
+            row["flags"] = rows.SKIPPED
+        return [row, *parts]
 
     def _add_digests(self, run: RunCheckpoints, step: int) -> None:
         for index, prepared in enumerate(run.objects.models):
@@ -171,7 +177,7 @@ class LedgerRecorder(RunObserver):
             row["index"] = index
             row["world_size"] = self._world_size
             row["digest"], row["bytes"] = digest_of(prepared.module)
-            self._waiting.append(([row], None))
+            self._add(row)
 
     # -- the run
 
@@ -191,7 +197,7 @@ class LedgerRecorder(RunObserver):
     def loaded(self, path: str, step: int, seconds: float) -> None:
         """Steps after this one are done again."""
         self._begin_step()
-        self._add_start(rows.LOADED.row(step))
+        self._add(rows.LOADED.row(step))
 
     def close(self) -> None:
         """Write everything."""
@@ -201,11 +207,6 @@ class LedgerRecorder(RunObserver):
             os.close(self._descriptor)
 
     # -- the file
-
-    def _add_start(self, row: rows.Row) -> None:
-        row["index"] = self._attempt
-        row["time"] = time.time()
-        self._waiting.append(([row], None))
 
     def write(self, wait: bool) -> None:
         """Append the rows to the file, which the first ones make; the thread of the writer calls it.
@@ -237,7 +238,12 @@ class LedgerRecorder(RunObserver):
 
 
 class _Pass:
-    """A pass over a loader, with rows of the batches that no backward has followed so far."""
+    """A pass over a loader.
+
+    Attributes:
+        pending: rows of the batches that no backward has followed so far.
+        trains: a backward has followed.
+    """
 
     def __init__(self, loader: Any, loaders: list[Any]) -> None:
         plan = loader.plan()
@@ -245,13 +251,11 @@ class _Pass:
         self.trains = False
         self._position = max(loader.consumed, plan.skip)
         self._repeats = plan.cut.repeats
+        # What the rows of all batches have.
         self._row = rows.RANGE.row(0)
         self._row["epoch"] = loader.iteration
         self._row["batches"] = 1
-        self._row["total"] = math.nan
-        total = total_of(plan)
-        if total is not None:
-            self._row["total"] = total
+        self._row["total"] = _or_nan(total_of(plan))
         if loader.drops_last:
             self._row["flags"] = rows.DROPS
         for index, prepared in enumerate(loaders):
@@ -266,16 +270,25 @@ class _Pass:
             self._row["order"] = loader.order_key
         row = dict(self._row)
         row["first"] = self._position
-        row["last"] = self._position = loader.consumed
+        self._position = loader.consumed
+        row["last"] = self._position
         row["weight"] = loader.batch_weight
-        counts = loader.batch_counts
-        row["samples"] = math.nan if counts is None else sum(counts)
+        samples = None
+        if loader.batch_counts is not None:
+            samples = sum(loader.batch_counts)
+        row["samples"] = _or_nan(samples)
         if loader.end_of_dataloader:
             row["flags"] |= rows.LAST
             size = loader.last_step_size
-            if self._repeats and size is not None and counts is not None:
-                row["repeated"] = max(0, size - sum(counts))
+            if self._repeats and size is not None and samples is not None:
+                row["repeated"] = max(0, size - samples)
         self.pending.append(row)
+
+
+def _or_nan(number: int | None) -> float:
+    if number is None:
+        return math.nan
+    return number
 
 
 def _extend(row: rows.Row, following: rows.Row) -> bool:
@@ -283,7 +296,9 @@ def _extend(row: rows.Row, following: rows.Row) -> bool:
     for name in ("index", "epoch", "order"):
         if row[name] != following[name]:
             return False
-    if row["last"] != following["first"] or (row["flags"] ^ following["flags"]) & rows.SKIPPED:
+    if row["last"] != following["first"]:
+        return False
+    if (row["flags"] ^ following["flags"]) & rows.SKIPPED:
         return False
     row["last"] = following["last"]
     row["weight"] = following["weight"]
@@ -311,10 +326,10 @@ def digest_of(module: nn.Module) -> tuple[int, int]:
             sums.append(words.sum())
             sums.append((words * words).sum())
     device = sums[-1].device
-    numbers = torch.stack([each.to(device) for each in sums])
-    data = numbers.cpu().numpy().tobytes()
-    digest = hashlib.blake2b(data, digest_size=8).digest()
-    return int.from_bytes(digest, "little"), size
+    sums = [each.to(device) for each in sums]
+    numbers = torch.stack(sums).cpu().numpy()
+    digest = hashlib.blake2b(numbers.tobytes(), digest_size=8)
+    return int.from_bytes(digest.digest(), "little"), size
 
 
 def _as_words(values: torch.Tensor) -> torch.Tensor:
@@ -333,9 +348,9 @@ def _description(run: RunCheckpoints) -> dict[str, Any]:
     digest = None
     if script.is_file():
         digest = hashlib.sha256(script.read_bytes()).hexdigest()
-    # Not for a script that is run by its path.
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    # A script that is run by its path has no name.
     module = None
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None:
         module = spec.name.removesuffix(".__main__")
     environment: dict[str, str] = {}

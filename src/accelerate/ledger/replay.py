@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -21,7 +20,6 @@ from ..certify.comparison import Comparison, read_steps
 from ..checkpointing.layout import read_manifest, unfit
 from ..core import devices, env
 from ..core.errors import ConfigurationError
-from ..monitor.lines import Tail
 from ..telemetry.records import events_file
 from . import rows
 from .recorder import ENVIRONMENT
@@ -77,9 +75,11 @@ class Replay:
             self.first_step = before + 1
         if not self.anyway:
             self._check_program()
-        kind, processes = self.attempt["device"], self.attempt["world_size"]
+        kind = self.attempt["device"]
         if kind != "cpu" and not self.is_single:
-            present = getattr(devices.module_of(torch.device(kind)), "device_count", lambda: 0)()
+            module = devices.module_of(torch.device(kind))
+            present = getattr(module, "device_count", lambda: 0)()
+            processes = self.attempt["world_size"]
             if present < processes:
                 raise ConfigurationError(
                     f"step {self.step} ran on {processes} {kind} devices, and there are {present} here: replay it on "
@@ -90,22 +90,21 @@ class Replay:
         """The newest checkpoint before the step that is still there, and its step."""
         folder = self.ledger.folder
         saved: dict[str, int] = {}
-        tail = Tail(events_file(folder, 0))
-        # Each call reads a part of a long file.
-        for event in itertools.chain.from_iterable(iter(lambda: tail.read()[0], [])):
-            if event["event"] == "save":
-                saved[event["path"]] = event["step"]
-            elif event["event"] == "resume":
+        for event in rows.read_objects(events_file(folder, 0)):
+            if event["event"] == "resume":
+                # Those after it are of steps that were done again.
                 saved = {path: step for path, step in saved.items() if step <= event["step"]}
+            if event["event"] in ("save", "resume"):
                 saved[event["path"]] = event["step"]
-        for text, step in sorted(saved.items(), key=lambda item: -item[1]):
+        steps = sorted(saved.values())
+        for text in sorted(saved, key=lambda path: -saved[path]):
+            step = saved[text]
             path = Path(self.attempt["folder"], text)
             if step >= self.step or unfit(path) is not None:
                 continue
             # Another save may have replaced it.
             if read_manifest(path).progress.get("step") == step:
                 return path, step
-        steps = ", ".join(map(str, sorted(saved.values()))) or "none"
         raise ConfigurationError(
             f"{folder} has no checkpoint before step {self.step} (saved steps: {steps}; those that are gone or "
             "damaged do not count): choose a later step, or run from the beginning with --from_start"
@@ -139,21 +138,15 @@ class Replay:
             ConfigurationError: it has not reached the step.
         """
         folder.mkdir(parents=True)
-        checkpoint = None if self.checkpoint is None else str(self.checkpoint)
+        checkpoint = None
+        if self.checkpoint is not None:
+            checkpoint = str(self.checkpoint)
         settings = ReplaySettings(str(folder), self.step, checkpoint, **options)
-        settings.write(folder / "replay.json")
-        variables: dict[str, str | None] = {}
-        for prefix in ENVIRONMENT:
-            variables.update(dict.fromkeys(env.all_with_prefix(prefix)))
-        variables.update(self.attempt["environment"])
-        variables.update(dict.fromkeys(_OF_THE_RUN))
-        variables[VARIABLE] = str(folder / "replay.json")
-        variables["ACCELERATE_DIGEST_STEPS"] = "1"
-        variables["OMP_NUM_THREADS"] = str(self.attempt["threads"])
+        variables = self._environment()
+        variables[VARIABLE] = settings.write(folder / "replay.json")
         processes = self.attempt["world_size"]
         if certify is not None:
-            certify.write(folder / "certify.json")
-            variables[recorded.VARIABLE] = str(folder / "certify.json")
+            variables[recorded.VARIABLE] = certify.write(folder / "certify.json")
             if certify.shards:
                 processes = 1
                 for name in variables:
@@ -161,32 +154,42 @@ class Replay:
                         variables[name] = None
         command = [sys.executable]
         if processes > 1:
-            command += [
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc_per_node={processes}",
-            ]
-        program, *arguments = self.attempt["command"]
+            command += ["-m", "torch.distributed.run", "--standalone"]
+            command += [f"--nproc_per_node={processes}"]
         if self.attempt["module"]:
-            command += ["-m", self.attempt["module"], *arguments]
+            command += ["-m", self.attempt["module"]]
         else:
-            command += [program, *arguments]
+            command += self.attempt["command"][:1]
+        command += self.attempt["command"][1:]
         log = folder / "log.txt"
-        with log.open("w") as output:
-            shown = None if settings.debugs else output
-            code = subprocess.run(
+        with log.open("w") as file:
+            output: TextIO | None = file
+            if settings.debugs:
+                output = None
+            done = subprocess.run(
                 command,
                 cwd=self.attempt["folder"],
                 env=env.child_environment(variables),
-                stdout=shown,
-                stderr=shown,
-            ).returncode
-        if not (folder / "note_0.json").exists():
-            lines = "\n".join(log.read_text(errors="replace").splitlines()[-_LINES:])
-            raise ConfigurationError(
-                f"the replay ended with code {code} before step {self.step}:\n{lines}"
+                stdout=output,
+                stderr=output,
             )
+        if not (folder / "note_0.json").exists():
+            lines = log.read_text(errors="replace").splitlines()
+            shown = "\n".join(lines[-_LINES:])
+            raise ConfigurationError(
+                f"the replay ended with code {done.returncode} before step {self.step}:\n{shown}"
+            )
+
+    def _environment(self) -> dict[str, str | None]:
+        """The variables of the recorded run; None removes one of this process."""
+        variables: dict[str, str | None] = {}
+        for prefix in ENVIRONMENT:
+            variables.update(dict.fromkeys(env.all_with_prefix(prefix)))
+        variables.update(self.attempt["environment"])
+        variables.update(dict.fromkeys(_OF_THE_RUN))
+        variables["ACCELERATE_DIGEST_STEPS"] = "1"
+        variables["OMP_NUM_THREADS"] = str(self.attempt["threads"])
+        return variables
 
     def differences(self, folder: Path) -> tuple[list[str], str]:
         """Compare the records of a replay with those of the run, bit by bit.
@@ -195,27 +198,27 @@ class Replay:
             What differs first, a line each; and what was compared.
         """
         steps = rows.read(folder).steps
-        recorded_steps = self.ledger.steps
-        steps = steps[np.isin(steps["step"], recorded_steps["step"])]
-        recorded_steps = recorded_steps[np.isin(recorded_steps["step"], steps["step"])]
+        expected = self.ledger.steps
+        steps = steps[np.isin(steps["step"], expected["step"])]
+        expected = expected[np.isin(expected["step"], steps["step"])]
         lines = []
         for name in ("loss", "gradient_norm"):
-            differ = recorded_steps[name].view("u8") != steps[name].view("u8")
-            differ &= ~(np.isnan(recorded_steps[name]) & np.isnan(steps[name]))
+            values, recorded_values = steps[name], expected[name]
+            differ = values.view("u8") != recorded_values.view("u8")
+            differ &= ~(np.isnan(values) & np.isnan(recorded_values))
             for i in np.flatnonzero(differ)[:1]:
                 lines.append(
-                    f"step {steps['step'][i]}: {name} {steps[name][i]!r}, recorded {recorded_steps[name][i]!r}"
+                    f"step {steps['step'][i]}: {name} {values[i]!r}, recorded {recorded_values[i]!r}"
                 )
         compared = 0
         for rank in range(self.attempt["world_size"]):
-            expected = rows.digests(self.ledger.folder, rank)
-            for key, digest in sorted(rows.digests(folder, rank).items()):
-                compared += key in expected
-                if expected.get(key, digest) != digest:
-                    lines.append(
-                        f"step {key[1]}: the parameters of model {key[2]} on rank {rank} differ"
-                    )
-                    break
+            digests = rows.digests(folder, rank)
+            recorded_digests = rows.digests(self.ledger.folder, rank)
+            common = sorted(digests.keys() & recorded_digests.keys())
+            compared += len(common)
+            different = [key for key in common if digests[key] != recorded_digests[key]]
+            for _, step, index in different[:1]:
+                lines.append(f"step {step}: the parameters of model {index} on rank {rank} differ")
         return (
             lines,
             f"losses and gradient norms of {len(steps)} steps, {compared} digests of parameters",
@@ -229,12 +232,9 @@ class Replay:
         """
         count = self.step - self.first_step + 1
         shards = self.attempt["shards"]
+        runs = {"layout": (0, False), "single": (shards, False), "moved": (shards, True)}
         steps = []
-        for name, joined, perturb in (
-            ("layout", 0, False),
-            ("single", shards, False),
-            ("moved", shards, True),
-        ):
+        for name, (joined, perturb) in runs.items():
             path = folder / name
             certify = recorded.Settings(str(path), count, shards=joined, exits=False)
             self.run(path, certify, perturb=perturb)
@@ -278,27 +278,27 @@ def find(ledger: Ledger, what: str) -> int:
     """
     for name in ("loss", "gradient_norm"):
         values = ledger.steps[name]
-        known = ~np.isnan(values)
-        if not known.any():
+        if np.isnan(values).all():
+            # Not recorded.
             continue
+        positions = _spikes(values)
         if what == "nan":
-            found = np.flatnonzero(~np.isfinite(values))
-        else:
-            found = _spikes(values)
-        if len(found):
-            return int(ledger.steps["step"][found[0]])
+            positions = np.flatnonzero(~np.isfinite(values)).tolist()
+        if positions:
+            return int(ledger.steps["step"][positions[0]])
     raise ConfigurationError(
         f"{ledger.folder} has no {what} in the losses and gradient norms of its steps"
     )
 
 
-def _spikes(values: Array) -> Array:
-    found = []
+def _spikes(values: Array) -> list[int]:
+    """Where values are far above those before them."""
+    positions = []
     for i in range(10, len(values)):
         before = values[max(0, i - _BEFORE) : i]
         median = np.median(before)
         deviation = np.median(np.abs(before - median))
-        if values[i] - median > _DEVIATIONS * max(deviation, math.ulp(abs(median))):
-            found.append(i)
-            break
-    return np.asarray(found, int)
+        smallest = math.ulp(abs(median))
+        if values[i] - median > _DEVIATIONS * max(deviation, smallest):
+            positions.append(i)
+    return positions

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import statistics
@@ -24,13 +25,14 @@ from ..core.trees import leaves, map_leaves
 from ..optimizer import AcceleratedOptimizer
 from ..parallel.gradients import local
 from ..parallel.prepared import PreparedModel
-from ..parallel.unwrap import canonical_name, named_parameters
 from ..run.checkpoints import RunCheckpoints
 from ..state import PartialState
 from ..torch_internals.compiled import uncompiled
 
 # A file with the settings of a replay, in the environment of its processes.
 VARIABLE = "ACCELERATE_REPLAY_FILE"
+# What is searched, in the order of a step.
+_ORDER = ("output of", "loss", "gradient of")
 
 
 @dataclass(frozen=True)
@@ -137,12 +139,11 @@ class ReplayedRun(RunObserver):
             return
         if uncompiled(prepared.module) is prepared.module:
             for name, module in prepared.inner.named_modules():
+                module.register_forward_hook(functools.partial(self._after_forward, name))
 
-                def watch(module: Any, args: Any, output: Any, name: str = name) -> None:
-                    for tensor in leaves(output):
-                        self._check("output of", name, tensor)
-
-                module.register_forward_hook(watch)
+    def _after_forward(self, name: str, module: Any, args: Any, output: Any) -> None:
+        for tensor in leaves(output):
+            self._check("output of", name, tensor)
 
     def batch(self, loader: Any, data: Any) -> None:
         """Open the debugger at the first batch of the step."""
@@ -168,26 +169,23 @@ class ReplayedRun(RunObserver):
         """Look at the gradients."""
         run = self._run()
         is_last = self._base + optimizer.steps_made + 1 == self._settings.step
-        if run is None or not (self._settings.find or (self._settings.dump and is_last)):
+        is_dumped = is_last and self._settings.dump is not None
+        if run is None or not (is_dumped or self._settings.find):
             return
+        # It imports torch's distributed tensors.
+        from ..certify.contents import gradients
+
         optimizer.unscale()
-        gradients: dict[str, torch.Tensor] = {}
-        for prepared in run.objects.models:
-            if not prepared.trains_with(optimizer.optimizer):
-                continue
-            prepared.reshard()
-            for name, parameter in named_parameters(prepared.inner):
-                if parameter.grad is not None:
-                    gradients[canonical_name(name)] = parameter.grad
+        tensors = gradients(run.objects, optimizer)
         # A backward begins with the last one.
-        for name, gradient in reversed(gradients.items()):
-            values = local(gradient)
+        for name in reversed(tensors):
+            values = local(tensors[name])
             self._check("gradient of", name, values)
             if self._settings.find == "spike":
-                norm = float(torch.linalg.vector_norm(values, dtype=torch.float64))
-                self._norms.setdefault(name, []).append(norm)
-        if self._settings.dump and is_last:
-            self._dump(Path(self._settings.dump), gradients)
+                norm = torch.linalg.vector_norm(values, dtype=torch.float64)
+                self._norms.setdefault(name, []).append(float(norm))
+        if is_dumped:
+            self._dump(Path(str(self._settings.dump)), tensors)
 
     def after_step(self, optimizer: AcceleratedOptimizer) -> None:
         """End the run after the last step."""
@@ -214,25 +212,21 @@ class ReplayedRun(RunObserver):
         is_finite = local(tensor.detach()).isfinite()
         if is_finite.all():
             return
-        # In the order of a step.
-        place = ("output of", "loss", "gradient of").index(kind)
-        self._note = {"order": [self._step, place], "kind": kind, "name": name, "rows": []}
+        order = [self._step, _ORDER.index(kind)]
+        self._note = {"order": order, "kind": kind, "name": name}
         if kind == "output of" and tensor.ndim > 1:
-            rows = is_finite.flatten(1).all(dim=1)
-            self._note["rows"] = (~rows).nonzero().flatten().tolist()
+            is_row_finite = is_finite.flatten(1).all(dim=1)
+            self._note["rows"] = torch.nonzero(~is_row_finite).flatten().tolist()
 
     def _note_spike(self) -> None:
+        """Note the gradient that has grown most."""
         factors = {}
         for name, norms in self._norms.items():
             usual = statistics.median(norms[:-1] or norms)
             factors[name] = norms[-1] / (usual or 1.0)
-        name = max(factors, key=lambda name: factors[name])
-        self._note = {
-            "order": [self._settings.step, -factors[name]],
-            "kind": "gradient of",
-            "name": name,
-            "factor": factors[name],
-        }
+        factor, name = max((factor, name) for name, factor in factors.items())
+        order = [self._settings.step, -factor]
+        self._note = {"order": order, "kind": "gradient of", "name": name, "factor": factor}
 
     def _dump(self, folder: Path, gradients: dict[str, torch.Tensor]) -> None:
         # It imports torch's distributed tensors.
@@ -240,10 +234,12 @@ class ReplayedRun(RunObserver):
 
         full = join(gradients)
         folder.mkdir(parents=True, exist_ok=True)
-        read = [map_leaves(torch.Tensor.cpu, batch) for batch in self._batches]
+        batches = [map_leaves(torch.Tensor.cpu, batch) for batch in self._batches]
         losses = [float(loss) for loss in self._losses]
-        torch.save({"batches": read, "losses": losses}, folder / f"rank_{self._rank:05d}.pt")
+        torch.save({"batches": batches, "losses": losses}, folder / f"rank_{self._rank:05d}.pt")
         if self._rank == 0:
             torch.save(full, folder / "gradients.pt")
-            norms = {name: float(torch.linalg.vector_norm(full[name].double())) for name in full}
+            norms = {}
+            for name, gradient in full.items():
+                norms[name] = float(torch.linalg.vector_norm(gradient.double()))
             (folder / "norms.json").write_text(json.dumps(norms, indent=1))

@@ -6,8 +6,8 @@ Rank 0 writes what all ranks know alike. Other ranks write digests of their para
 
 from __future__ import annotations
 
-import json
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,6 +16,7 @@ import numpy as np
 
 from ..core.errors import ConfigurationError
 from ..core.files import open_regular
+from ..monitor.lines import Tail
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -31,7 +32,6 @@ DROPS = 4  # an incomplete last step is dropped
 # A row that is to be written: its fields in their order.
 Row: TypeAlias = dict[str, Any]
 _COMMON = {"kind": "B", "flags": "B", "index": "H", "epoch": "I", "step": "q"}
-_TYPES = {"B": "u1", "H": "<u2", "I": "<u4", "q": "<i8", "Q": "<u8", "d": "<f8"}
 
 
 class Kind:
@@ -45,9 +45,10 @@ class Kind:
     def __init__(self, number: int, **fields: str) -> None:
         letters = {**_COMMON, **fields}
         self.number = number
-        self._empty: Row = {**dict.fromkeys(letters, 0), "kind": number}
+        self._empty: Row = dict.fromkeys(letters, 0)
+        self._empty["kind"] = number
         self._struct = struct.Struct("<" + "".join(letters.values()))
-        types = [(name, _TYPES[letter]) for name, letter in letters.items()]
+        types = [(name, f"<{letter}") for name, letter in letters.items()]
         unused = SIZE - self._struct.size
         self.dtype: np.dtype[Any] = np.dtype([*types, ("unused", f"V{unused}")])
 
@@ -60,11 +61,12 @@ class Kind:
         return self._struct.pack(*row.values()).ljust(SIZE, b"\0")
 
 
-# A process of rank 0 begins. index: the attempt, from 1, as in `attempts.jsonl`.
-START = Kind(0, world_size="I", shards="I", time="d")
+# A process of rank 0 begins.
+START = Kind(0)
 # A checkpoint of `step` was loaded.
-LOADED = Kind(1, time="d")
-# An optimizer step, followed by `rows` rows of ranges and optimizers. index: the attempt.
+LOADED = Kind(1)
+# An optimizer step, followed by `rows` rows of ranges and optimizers. index: the attempt, from 1, as in
+# `attempts.jsonl`.
 STEP = Kind(
     2,
     rows="I",
@@ -148,42 +150,41 @@ def read(folder: Path) -> Ledger:
         if not folder.is_dir():
             hint = "there is no such folder"
         raise ConfigurationError(f"{folder} has no ledger, {FOLDER}/{path.name}: {hint}")
-    kinds, numbers = data["kind"], data["step"]
-    ranges = kinds == RANGE.number
-    is_part = ranges | (kinds == OPTIMIZER.number)
+    kinds = data["kind"]
+    numbers = data["step"]
+    steps = data.view(STEP.dtype)
+    is_step = kinds == STEP.number
+    is_range = kinds == RANGE.number
+    is_part = is_range | (kinds == OPTIMIZER.number)
     # Each step with the rows that follow it; a killed process may have left a part of them.
     group = np.cumsum(~is_part)
-    sizes = np.bincount(group[is_part], minlength=len(data) + 1)
-    steps = kinds == STEP.number
-    steps &= data.view(STEP.dtype)["rows"] == sizes[group]
+    parts = np.bincount(group[is_part], minlength=len(data) + 1)
+    is_step &= steps["rows"] == parts[group]
     # A step replaces those with its number or a higher one before it, and a load those after its checkpoint.
-    loads = kinds == LOADED.number
-    kept = np.full(len(data) + 1, np.iinfo("i8").max)
-    kept[:-1][steps] = numbers[steps] - 1
-    kept[:-1][loads] = numbers[loads]
-    kept = np.minimum.accumulate(kept[::-1])[::-1]
-    counts = steps & (numbers <= kept[1:])
-    ranges &= np.isin(group, group[counts])
+    is_loaded = kinds == LOADED.number
+    limits = np.full(len(data) + 1, np.iinfo("i8").max)
+    limits[:-1][is_step] = numbers[is_step] - 1
+    limits[:-1][is_loaded] = numbers[is_loaded]
+    limits = np.minimum.accumulate(limits[::-1])[::-1]
+    counts = is_step & (numbers <= limits[1:])
+    is_range &= np.isin(group, group[counts])
     return Ledger(
         folder,
-        _read_attempts(attempts_file(folder)),
-        data.view(STEP.dtype)[counts],
-        data.view(RANGE.dtype)[ranges],
-        data.view(STEP.dtype)[steps & ~counts],
+        {attempt["attempt"]: attempt for attempt in read_objects(attempts_file(folder))},
+        steps[counts],
+        data.view(RANGE.dtype)[is_range],
+        steps[is_step & ~counts],
     )
 
 
 def digests(folder: Path, rank: int) -> dict[tuple[int, int, int], int]:
     """{(ranks of the run, step, model): digest} of a rank; of a step that was done again the newest."""
     data = read_rows(rows_file(folder, rank))
-    found: dict[tuple[int, int, int], int] = {}
-    if data is not None:
-        data = data.view(DIGEST.dtype)[data["kind"] == DIGEST.number]
-        for world_size, step, index, digest in data[
-            ["world_size", "step", "index", "digest"]
-        ].tolist():
-            found[world_size, step, index] = digest
-    return found
+    if data is None:
+        return {}
+    is_digest = data["kind"] == DIGEST.number
+    fields = data.view(DIGEST.dtype)[["world_size", "step", "index", "digest"]]
+    return {tuple(key): digest for *key, digest in fields[is_digest].tolist()}
 
 
 def read_rows(path: Path) -> Array | None:
@@ -204,14 +205,9 @@ def read_rows(path: Path) -> Array | None:
     return rows
 
 
-def _read_attempts(path: Path) -> dict[int, dict[str, Any]]:
-    attempts = {}
-    if path.exists():
-        for line in path.read_text(errors="replace").splitlines():
-            try:
-                attempt = json.loads(line)
-                attempts[attempt["attempt"]] = attempt
-            except (ValueError, KeyError, TypeError):
-                # The last line of a process that was killed.
-                continue
-    return attempts
+def read_objects(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines. A line that a killed process has not written entirely is left out."""
+    tail = Tail(path)
+    # Each call reads a part of a long file.
+    for objects in iter(lambda: tail.read()[0], []):
+        yield from objects
