@@ -17,16 +17,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
 from safetensors import safe_open
 
+from ..core.bucket_path import BucketPath
 from ..core.errors import CheckpointError
 from ..core.files import O_BINARY, fsync_path, named_errors, open_regular, read_at, write_at
 from ..core.json_text import JSONObject
-from ..core.tensor_files import NAMES, CorruptFile, Header, read_header
+from ..core.tensor_files import NAMES, CorruptFile, Header, read_header, saved_bytes, write_file
 from ..core.trees import map_leaves
 
 P = ParamSpec("P")
@@ -131,8 +132,9 @@ class BlockIO:
     def __init__(self) -> None:
         self._threads = max(2, min(4, (os.cpu_count() or 2) // 2))
         self._pool = _Threads(self._threads, "checkpoint-io")
-        # Threads that only wait for the disk. Syncs that run at the same time share one commit of the file system.
-        self._syncing = _Threads(8, "checkpoint-sync")
+        # Threads that only wait for the disk or a store. Syncs that run at the same time share one commit of the file
+        # system.
+        self._waiting = _Threads(8, "checkpoint-sync")
         self._held: list[int] = []  # descriptors of files that are read later
 
     def __enter__(self) -> BlockIO:
@@ -140,7 +142,7 @@ class BlockIO:
 
     def __exit__(self, *exc: object) -> None:
         self._pool.close()
-        self._syncing.close()
+        self._waiting.close()
         while self._held:
             os.close(self._held.pop())
 
@@ -149,6 +151,8 @@ class BlockIO:
 
         The file is open until the end of the block. Where the system names no open files, `path` itself is returned.
         """
+        if isinstance(path, BucketPath):
+            return path
         self._held.append(open_regular(path))
         held = Path(f"/dev/fd/{self._held[-1]}")
         if held.exists():
@@ -164,6 +168,10 @@ class BlockIO:
 
         Tensors elsewhere than in contiguous host memory pass through at most 256 MiB of host memory (or one tensor).
         """
+        if any(isinstance(path, BucketPath) for path, _ in files):
+            uploads = [self._waiting.submit(upload, path, segments) for path, segments in files]
+            _finish(uploads)
+            return [job.result() for job in uploads]
         records = []
         syncing: list[Future[None]] = []
         for path, segments in files:
@@ -175,10 +183,17 @@ class BlockIO:
                 os.close(descriptor)
                 raise
             # One file is synced while the next is written.
-            syncing.append(self._syncing.submit(_sync_and_close, descriptor, path))
+            syncing.append(self._waiting.submit(_sync_and_close, descriptor, path))
         for job in syncing:
             job.result()
         return records
+
+    def write_pickled(self, path: Path, value: object) -> FileRecord:
+        """Write a new file with torch.save and sync it to the disk; its record."""
+        if isinstance(path, BucketPath):
+            return self.write(path, [saved_bytes(value)])
+        write_file(value, path)
+        return self.record(path)
 
     def _write_segments(self, descriptor: int, segments: Sequence[Segment]) -> FileRecord:
         jobs: list[Future[int]] = []
@@ -201,6 +216,11 @@ class BlockIO:
         nothing depends on yet, or check the file first.
         """
         total = sum(len(view) for view in targets)
+        if isinstance(path, BucketPath):
+            if record is None and path.objects is not None:
+                record = cast(FileRecord, path.objects[path.key])
+            _finish(list(self._downloads(path, total, targets, record)))
+            return
         block = record.block if record else BLOCK
         with _opened(path, total, record) as descriptor:
             jobs = []
@@ -208,6 +228,19 @@ class BlockIO:
                 want = record.crc32[index] if record else None
                 jobs.append(self._pool.submit(_read_block, descriptor, offset, pieces, want))
             _finish(jobs)
+
+    def _downloads(
+        self,
+        path: BucketPath,
+        size: int,
+        targets: Iterable[memoryview],
+        record: FileRecord | None,
+    ) -> Iterator[Future[None]]:
+        if record is not None and size != record.size:
+            raise CorruptFile(f"it has {size} bytes where {record.size} were written")
+        for index, (offset, pieces) in enumerate(_cut(targets, record.block if record else BLOCK)):
+            want = record.crc32[index] if record else None
+            yield self._waiting.submit(_download, path, offset, pieces, want)
 
     def copy(self, pairs: Iterable[tuple[memoryview, memoryview]]) -> None:
         """Copy each (source, target) of host memory, in blocks that whichever thread is free takes.
@@ -224,19 +257,30 @@ class BlockIO:
 
     def check(self, path: Path, record: FileRecord) -> None:
         """Read a file and compare it with its record. Raises CorruptFile, or OSError when it cannot be read."""
+        if isinstance(path, BucketPath):
+            jobs = [
+                self._waiting.submit(_check_object, path, record, index)
+                for index in range(len(record.crc32))
+            ]
+            _finish(jobs)
+            return
         with _opened(path, record.size, record) as descriptor:
             ahead = self._threads * record.block
             _fetch(descriptor, 0, ahead)
-            jobs = [
+            checks = [
                 self._pool.submit(
                     _check_block, descriptor, index * record.block, record.block, want, ahead
                 )
                 for index, want in enumerate(record.crc32)
             ]
-            _finish(jobs)
+            _finish(checks)
 
     def record(self, path: Path) -> FileRecord:
         """The record of a file that somebody else wrote; the file is synced to the disk."""
+        if isinstance(path, BucketPath):
+            content = path.read_bytes()
+            blocks = [content[start : start + BLOCK] for start in range(0, len(content), BLOCK)]
+            return FileRecord(len(content), tuple(f"{zlib.crc32(b):08x}" for b in blocks), BLOCK)
         descriptor = open_regular(path)
         try:
             size = os.fstat(descriptor).st_size
@@ -248,6 +292,41 @@ class BlockIO:
             return FileRecord(size, tuple(f"{job.result():08x}" for job in jobs), BLOCK)
         finally:
             os.close(descriptor)
+
+
+def upload(path: Path, segments: Sequence[Segment], block: int = BLOCK) -> FileRecord:
+    """Write an object of these segments, which are read as they are sent; its record."""
+    assert isinstance(path, BucketPath)
+    sums: list[str] = []
+
+    def pieces() -> Iterator[memoryview]:
+        for _, views in _cut(_host_views(segments, ()), block):
+            sums.append(f"{_sum_of(views):08x}")
+            yield from views
+
+    size = sum(map(nbytes, segments))
+    path.bucket.write(path.key, pieces(), size)
+    return FileRecord(size, tuple(sums), block)
+
+
+def _download(path: BucketPath, offset: int, pieces: list[memoryview], want: str | None) -> None:
+    """Read a block of an object by one request, and compare it with `want` unless that is None."""
+    size = sum(map(len, pieces))
+    whole = pieces[0] if len(pieces) == 1 else memoryview(bytearray(size))
+    path.read_at(offset, whole)
+    if want is not None:
+        _compare(zlib.crc32(whole), want, offset, offset + size)
+    if len(pieces) > 1:
+        start = 0
+        for piece in pieces:
+            piece[:] = whole[start : start + len(piece)]
+            start += len(piece)
+
+
+def _check_object(path: BucketPath, record: FileRecord, index: int) -> None:
+    start = index * record.block
+    buffer = bytearray(min(record.block, record.size - start))
+    _download(path, start, [memoryview(buffer)], record.crc32[index])
 
 
 def _host_views(segments: Sequence[Segment], jobs: Sequence[Future[int]]) -> Iterator[memoryview]:
@@ -364,7 +443,7 @@ def _compare(value: int, want: str, start: int, end: int) -> None:
         )
 
 
-def _finish(jobs: Sequence[Future[int] | Future[None]]) -> None:
+def _finish(jobs: Sequence[Future[Any]]) -> None:
     try:
         for job in jobs:
             job.result()
@@ -373,7 +452,7 @@ def _finish(jobs: Sequence[Future[int] | Future[None]]) -> None:
         raise
 
 
-def _cancel(jobs: Sequence[Future[int] | Future[None]]) -> None:
+def _cancel(jobs: Sequence[Future[Any]]) -> None:
     """No job is left running on a descriptor that is about to be closed."""
     for job in jobs:
         if not job.cancel():

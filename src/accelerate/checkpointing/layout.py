@@ -16,11 +16,13 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from ..core import env, json_text
+from ..core.bucket_path import BucketPath
 from ..core.constants import (
     MODEL_NAME,
     OPTIMIZER_NAME,
@@ -30,8 +32,8 @@ from ..core.constants import (
     SCALER_NAME,
     SCHEDULER_NAME,
 )
-from ..core.errors import CheckpointError
-from ..core.files import read_regular, reason, require_regular
+from ..core.errors import BucketAccessError, BucketUnreachableError, CheckpointError
+from ..core.files import location, read_regular, reason, require_regular
 from ..core.json_text import JSONObject
 from ..core.tensor_files import CorruptFile
 from .files import BlockIO, FileRecord
@@ -45,6 +47,8 @@ REPLACED = ".replaced"  # in a swap folder: the manifest of the checkpoint whose
 FORMAT = "accelerate-checkpoint"
 VERSION = 1
 ATTEMPTS = 50  # to read a folder that is replaced meanwhile
+_TOKEN = "parts-"  # what the folder of a save's files in a bucket begins with
+_DAY = 86400.0  # seconds after which the files of an unfinished save may go
 LOADER_NAME = "dl_state_dict"  # of the API's files with positions in data loaders
 
 # Names of the API's own format; what matches is part of a checkpoint when a folder has no manifest.
@@ -78,6 +82,7 @@ class Manifest:
         progress: the position of the run (step, epoch, iteration, ...).
         ranks: whose states it has: "all", or "rank 0 only".
         certificate: the sha256 of the certificate of the run (`accelerate certify`), if it was given one.
+        token: in a bucket, the folder of the files, which no other save has.
     """
 
     layout: str
@@ -91,6 +96,7 @@ class Manifest:
     libraries: dict[str, str] = field(default_factory=dict)
     ranks: str = "all"
     certificate: str = ""
+    token: str = ""
     version: int = VERSION
 
     def to_bytes(self) -> bytes:
@@ -99,12 +105,20 @@ class Manifest:
             **asdict(self),
             "files": {name: record.to_json() for name, record in self.files.items()},
         }
-        if not self.certificate:
-            # Earlier versions of this package do not know the field.
-            del body["certificate"]
+        for name in ("certificate", "token"):
+            # Earlier versions of this package do not know these fields.
+            if not body[name]:
+                del body[name]
         return json.dumps(
             {"format": FORMAT, "crc32": _checksum(body), "manifest": body}, indent=1
         ).encode()
+
+    def files_in(self, folder: Path) -> Path:
+        """The folder that has the files of this checkpoint. In a bucket it knows them, and looks none up."""
+        place = folder / self.token
+        if isinstance(place, BucketPath):
+            return place.with_objects(self.files)
+        return place
 
 
 def is_shared(manifest: Manifest) -> bool:
@@ -146,7 +160,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return parse_manifest(folder / MANIFEST)
     except (FileNotFoundError, NotADirectoryError):
-        if not folder.is_dir():
+        if not folder.is_dir() and not isinstance(folder, BucketPath):
             if folder.exists():
                 found = "a file"
             elif folder.is_symlink():
@@ -165,7 +179,7 @@ def parse_manifest(path: Path) -> Manifest:
     """The manifest in a file. Raises CorruptCheckpoint when it cannot be trusted, FileNotFoundError without one."""
     try:
         data = json_text.read(path)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, CheckpointError):
         raise
     except (OSError, json_text.JSONTextError) as error:
         raise CorruptCheckpoint(f"{path} cannot be read: {reason(error)}") from error
@@ -189,6 +203,8 @@ def parse_manifest(path: Path) -> Manifest:
             _inside(name, path): FileRecord.from_json(record)
             for name, record in body.pop("files").items()
         }
+        if "token" in body:
+            _inside(body["token"], path)
         return Manifest(files=files, **body)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CorruptCheckpoint(f"{path} cannot be understood: {error!r}") from error
@@ -198,7 +214,13 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
     """Raise CorruptCheckpoint unless every file exists with its size. Content is not read.
 
     Other files that a load could mistake for a file of the checkpoint are an error too.
+
+    Args:
+        folder: of the files, which is `manifest.files_in(...)`.
+        manifest: lists them.
     """
+    if isinstance(folder, BucketPath):
+        folder = folder.listed()
     problems = [f"{name} is none of its files" for name in _foreign(folder, manifest)]
     for name, record in manifest.files.items():
         try:
@@ -206,6 +228,8 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
         except FileNotFoundError:
             problems.append(f"{name} is missing")
             continue
+        except CheckpointError:
+            raise
         except (OSError, ValueError) as error:
             problems.append(f"{name} cannot be read ({reason(error)})")
             continue
@@ -228,7 +252,10 @@ def _foreign(folder: Path, manifest: Manifest) -> list[str]:
 
 
 def check_files(io: BlockIO, folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Raise CorruptCheckpoint, with every bad file's name, unless the checksums of these files match."""
+    """Raise CorruptCheckpoint, with every bad file's name, unless the checksums of these files match.
+
+    `folder` is that of the files, as in `check_sizes`.
+    """
     problems = []
     for name in names:
         try:
@@ -237,6 +264,8 @@ def check_files(io: BlockIO, folder: Path, manifest: Manifest, names: Iterable[s
             problems.append(f"{name} is not in the manifest")
         except CorruptFile as error:
             problems.append(f"{name}: {error}")
+        except CheckpointError:
+            raise
         except (OSError, ValueError) as error:
             problems.append(f"{name} cannot be read ({reason(error)})")
     if problems:
@@ -252,16 +281,17 @@ def verify(folder: str | Path) -> Manifest:
         manifest = verify("run/checkpoints/checkpoint_3")
         print(manifest.progress["step"], sum(file.size for file in manifest.files.values()))
     """
-    folder = Path(folder)
+    checkpoint = location(folder, "verify")
 
     def check() -> Manifest:
-        manifest = read_manifest(folder)
-        check_sizes(folder, manifest)
+        manifest = read_manifest(checkpoint)
+        place = manifest.files_in(checkpoint)
+        check_sizes(place, manifest)
         with BlockIO() as io:
-            check_files(io, folder, manifest, manifest.files)
+            check_files(io, place, manifest, manifest.files)
         return manifest
 
-    return read_unreplaced(folder, check)
+    return read_unreplaced(checkpoint, check)
 
 
 def fingerprint(folder: Path) -> int | None:
@@ -269,11 +299,15 @@ def fingerprint(folder: Path) -> int | None:
 
     A manifest that is missing because a save replaces it, file by file, is waited for.
     """
-    real = Path(os.path.realpath(folder))
     for _ in range(100):
         try:
             return zlib.crc32(read_regular(folder / MANIFEST, json_text.LIMIT))
+        except CheckpointError:
+            raise
         except OSError:
+            if isinstance(folder, BucketPath):
+                break
+            real = Path(os.path.realpath(folder))
             if not any((swap / REPLACED).exists() for swap in siblings(real, "swap")):
                 break
             time.sleep(0.02)
@@ -349,7 +383,7 @@ def optimizer_shards(folder: Path, index: int) -> Path:
 
 def checkpoints_dir(project_dir: str | Path) -> Path:
     """Return the folder of a project's numbered checkpoints."""
-    return Path(project_dir) / "checkpoints"
+    return location(project_dir, "project_dir") / "checkpoints"
 
 
 def checkpoint_folder(project_dir: str | Path, iteration: int) -> Path:
@@ -358,19 +392,39 @@ def checkpoint_folder(project_dir: str | Path, iteration: int) -> Path:
 
 
 def list_checkpoints(directory: str | Path) -> list[tuple[int, Path]]:
-    """(number, path) of each `checkpoint_N` in a directory, oldest first: also what is damaged or no folder."""
-    directory = Path(directory)
+    """(number, path) of each `checkpoint_N` in a directory, oldest first: also what is damaged or no folder.
+
+    In a bucket those with a manifest: what an unfinished save has left has none.
+    """
+    directory = location(directory, "directory")
     if not directory.is_dir():
         return []
     matches = [(_NUMBERED.fullmatch(entry.name), entry) for entry in directory.iterdir()]
-    return sorted((int(match[1]), entry) for match, entry in matches if match)
+    found = sorted((int(match[1]), entry) for match, entry in matches if match)
+    if not isinstance(directory, BucketPath):
+        return found
+    with _requests() as pool:
+        present = list(pool.map(is_taken, (folder for _, folder in found)))
+    return [row for row, is_present in zip(found, present, strict=True) if is_present]
+
+
+def _requests() -> ThreadPoolExecutor:
+    """Threads that wait for answers of a store."""
+    return ThreadPoolExecutor(16, "checkpoint-requests")
+
+
+def is_taken(folder: Path) -> bool:
+    """Whether there is something that a save would replace: a folder, or in a bucket a finished checkpoint."""
+    if isinstance(folder, BucketPath):
+        return (folder / MANIFEST).is_file()
+    return folder.exists()
 
 
 def list_damaged(directory: str | Path) -> list[Path]:
     """The folders of a directory that `set_aside` has renamed, by number."""
     found = [
         (match, entry)
-        for entry in Path(directory).iterdir()
+        for entry in location(directory, "directory").iterdir()
         if (match := _SET_ASIDE.fullmatch(entry.name))
     ]
     return [
@@ -381,7 +435,10 @@ def list_damaged(directory: str | Path) -> list[Path]:
 
 def candidates(directory: str | Path) -> tuple[list[Path], list[tuple[Path, str]]]:
     """The checkpoints to try, newest first, whose files have their sizes; and (folder, reason) of the others."""
-    found = [(folder, unfit(folder)) for _, folder in reversed(list_checkpoints(directory))]
+    folders = [folder for _, folder in reversed(list_checkpoints(directory))]
+    with _requests() as pool:
+        reasons = pool.map(unfit, folders)
+    found = list(zip(folders, reasons, strict=True))
     return [folder for folder, why in found if why is None], [
         (folder, why) for folder, why in found if why is not None
     ]
@@ -389,8 +446,15 @@ def candidates(directory: str | Path) -> tuple[list[Path], list[tuple[Path, str]
 
 def unfit(folder: Path) -> str | None:
     """Why a folder is not a valid checkpoint, without reading its files; None if no problem is found."""
+
+    def check() -> None:
+        manifest = read_manifest(folder)
+        check_sizes(manifest.files_in(folder), manifest)
+
     try:
-        read_unreplaced(folder, lambda: check_sizes(folder, read_manifest(folder)))
+        read_unreplaced(folder, check)
+    except (BucketAccessError, BucketUnreachableError):
+        raise  # it may be valid
     except CheckpointError as error:
         return str(error)
     except OSError as error:
@@ -400,18 +464,26 @@ def unfit(folder: Path) -> str | None:
 
 def newest_valid(directory: str | Path) -> Path | None:
     """The newest `checkpoint_N` that seems complete (by sizes, not checksums), or None."""
-    return next(iter(candidates(directory)[0]), None)
+    for _, folder in reversed(list_checkpoints(directory)):
+        if unfit(folder) is None:
+            return folder
+    return None
 
 
 def rotate(directory: str | Path, total_limit: int | None) -> list[Path]:
     """Remove the oldest checkpoints beyond `total_limit` and return them; the newest valid one is never removed.
 
-    Each is renamed before its files go, so that a kill in between leaves no half checkpoint under its name.
+    Each is renamed before its files go, so that a kill in between leaves no half checkpoint under its name. In a
+    bucket its manifest goes first, and what unfinished saves have left goes after a day.
     """
     removed: list[Path] = []
     if total_limit is None:
         return removed
-    for trash in _hidden(Path(directory), _NUMBERED.pattern, "trash"):
+    directory = location(directory, "directory")
+    if isinstance(directory, BucketPath):
+        for leftover in unfinished(directory):
+            remove_objects(leftover)
+    for trash in _hidden(directory, _NUMBERED.pattern, "trash"):
         shutil.rmtree(trash, ignore_errors=True)  # a kill has interrupted its removal
     # A link is the user's: what it leads to is not removed, and it takes no place of the others. Nor does a file.
     present = [
@@ -429,6 +501,10 @@ def rotate(directory: str | Path, total_limit: int | None) -> list[Path]:
 
 def discard(folder: Path) -> None:
     """Remove a folder: gone under its name at once, its files after that. One that cannot be renamed goes in place."""
+    if isinstance(folder, BucketPath):
+        (folder / MANIFEST).unlink()
+        remove_objects(folder)
+        return
     trash = folder.with_name(f".{folder.name}.trash-{uuid.uuid4().hex[:8]}")
     try:
         folder.rename(trash)
@@ -437,6 +513,48 @@ def discard(folder: Path) -> None:
         shutil.rmtree(folder)
         return
     shutil.rmtree(trash, ignore_errors=True)
+
+
+def new_token() -> str:
+    """A name for the folder of the files of one save in a bucket."""
+    return f"{_TOKEN}{uuid.uuid4().hex}"
+
+
+def remove_objects(folder: BucketPath) -> None:
+    """Delete all objects below a folder."""
+    folder.bucket.delete([entry.key for entry in folder.bucket.objects(folder.key)])
+
+
+def unfinished(folder: BucketPath, age: float = _DAY, now: float = 0.0) -> list[BucketPath]:
+    """The folders of files that saves which did not finish have left below a folder: a checkpoint, or their directory.
+
+    Args:
+        folder: what to look in.
+        age: seconds by which each of the files is older than `now`. A save may be under way that has younger ones.
+        now: seconds since the epoch; at least the time of the newest object, which is by the store's clock.
+    """
+    written: dict[BucketPath, float] = {}
+    pattern = re.compile(rf"(.*?/{_TOKEN}[0-9a-f]{{32}})/.*")
+    for entry in folder.bucket.objects(folder.key):
+        now = max(now, entry.modified)
+        match = pattern.fullmatch(f"/{entry.key}")
+        if match is not None:
+            parts = BucketPath(folder.bucket, match[1].removeprefix("/"))
+            written[parts] = max(written.get(parts, 0.0), entry.modified)
+    leftovers = []
+    for parts, modified in written.items():
+        if modified <= now - age and not _is_committed(parts):
+            leftovers.append(parts)
+    return sorted(leftovers)
+
+
+def _is_committed(parts: BucketPath) -> bool:
+    try:
+        return parse_manifest(parts.parent / MANIFEST).token == parts.name
+    except FileNotFoundError:
+        return False
+    except CorruptCheckpoint:
+        return True  # nobody knows
 
 
 def siblings(folder: Path, kind: str) -> Iterator[Path]:
@@ -468,6 +586,8 @@ class DamagedCheckpoint:
 
 def folder_identity(folder: Path) -> tuple[int, int, int] | None:
     """What identifies a folder: another folder of the same name has another identity."""
+    if isinstance(folder, BucketPath):
+        return None
     try:
         found = folder.lstat()
     except OSError:

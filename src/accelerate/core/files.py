@@ -12,8 +12,10 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
+from .bucket_path import BucketPath
+from .buckets import is_bucket
 from .errors import ConfigurationError
 
 # For `os.open`: Windows would translate the ends of lines without it.
@@ -43,8 +45,25 @@ def path_text(value: Any, argument: str) -> str:
 
 
 def user_path(value: Any, argument: str) -> Path:
-    """A path that a user has given, with `~` expanded. Raises ConfigurationError as `path_text` does."""
+    """A local path that a user has given, with `~` expanded.
+
+    Raises ConfigurationError as `path_text` does, and for a bucket.
+    """
+    if isinstance(value, BucketPath) or is_bucket(value):
+        raise ConfigurationError(
+            f"{argument}={str(value)!r}: it writes or reads local files only. Checkpoints of a run (save_state, "
+            "load_state, resume) can be in a bucket"
+        )
     return Path(path_text(value, argument)).expanduser()
+
+
+def location(value: Any, argument: str) -> Path:
+    """A path that a user has given, local or in a bucket ("s3://bucket/folder"). Raises as `path_text` does."""
+    if isinstance(value, BucketPath):
+        return value
+    if is_bucket(value):
+        return BucketPath.of(value)
+    return user_path(value, argument)
 
 
 def follow_links(path: Path, argument: str) -> Path:
@@ -149,6 +168,8 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
 
 def require_regular(path: str | os.PathLike[str]) -> int:
     """The size in bytes of a regular file that somebody else is going to open. Raises OSError for anything else."""
+    if isinstance(path, BucketPath):
+        return path.size()
     found = os.stat(path)
     _require_regular(found, path)
     return found.st_size
@@ -173,6 +194,8 @@ def reason(error: BaseException) -> str:
 
 def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
     """The content of a regular file. Raises OSError for any other kind, and for one of more than `limit` bytes."""
+    if isinstance(path, BucketPath):
+        return path.bucket.get(path.key, limit)
     with open(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
@@ -180,6 +203,14 @@ def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
                 errno.EFBIG, f"it has {size} bytes; at most {limit} are read", os.fspath(path)
             )
         return file.read()
+
+
+def open_binary(path: str | os.PathLike[str]) -> BinaryIO:
+    """A file object that reads a regular file. Raises OSError for anything else."""
+    if isinstance(path, BucketPath):
+        reader: BinaryIO = path.open()
+        return reader
+    return open(open_regular(path), "rb")
 
 
 def read_at(descriptor: int, pieces: Sequence[memoryview], offset: int) -> int:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import pickle
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from . import json_text
-from .files import atomic_write, named_errors, open_regular
+from .files import atomic_write, named_errors, open_binary
 from .json_text import JSONObject
 
 NAMES: dict[torch.dtype, str] = {
@@ -82,8 +83,9 @@ class Header:
 
 def read_header(path: str | os.PathLike[str]) -> Header:
     """What a file holds. Raises CorruptFile for anything that is not a safetensors file."""
-    with open(open_regular(path), "rb") as file:
-        total = os.fstat(file.fileno()).st_size
+    with open_binary(path) as file:
+        total = file.seek(0, os.SEEK_END)
+        file.seek(0)
         first = file.read(8)
         length = int.from_bytes(first, "little")
         if len(first) < 8 or length > min(total - 8, _HEADER_LIMIT):
@@ -189,6 +191,13 @@ def write_file(value: object, path: str | os.PathLike[str]) -> None:
             if cause is None:
                 raise
             raise cause from None
+
+
+def saved_bytes(value: object) -> memoryview:
+    """What `write_file` writes."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getbuffer()
 
 
 def write_atomically(value: object, path: str | os.PathLike[str]) -> None:
