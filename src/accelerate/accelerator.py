@@ -56,6 +56,7 @@ from .run.averages import AveragedWeights
 from .run.batch_weights import BatchWeights
 from .run.checkpoints import RunCheckpoints, register_hook
 from .run.first_step import FirstStepCheck
+from .run.goodput import GoodputMessage
 from .run.interface import RunInterface, replaceable, replaced
 from .run.loop import MainLoop
 from .run.non_finite import NonFiniteGuard, check_optimizer
@@ -298,6 +299,7 @@ class Accelerator(RunInterface):
             self._loop.add(RecordedRun(recorded, self._checkpoints))
         self._recorder = start_recorder(telemetry, project, self.strategy.data_shard[1])
         if self._recorder is not None:
+            self._loop.add(GoodputMessage(self._recorder.folder))
             self._loop.add(self._recorder)
             if self._recorder.writer is not None:
                 self._loop.add(LedgerRecorder(self._recorder, self._checkpoints))

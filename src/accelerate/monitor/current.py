@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from .goodput import Goodput, goodput
 from .page_data import plain
 from .run import NEWEST_RECORDS, Run
 from .slow_ranks import slow_ranks
@@ -33,6 +34,8 @@ _METRICS = {
     "slow_rank": "1 if the rank was slow in the newest steps, else 0.",
     "age_seconds": "Seconds since the end of the newest step.",
     "ended": "1 if every rank has ended, else 0.",
+    "goodput": "Share of the time since the first launch that went into steps that count.",
+    "badput": "Share of the time since the first launch that went elsewhere, by cause.",
     "logged": "Newest value of each name that was logged.",
 }
 
@@ -57,6 +60,10 @@ class CurrentState:
     slow_ranks: list[int]
     age_seconds: float
     """Seconds since the end of the newest step."""
+    goodput: float
+    """The share of the time of the whole run that went into steps that count."""
+    badput: dict[str, float]
+    """The other shares, by cause."""
     logged: dict[str, float]
     """The newest value of each name that was logged."""
 
@@ -84,6 +91,7 @@ def current_state(run: Run) -> CurrentState:
         age = math.nan
         if run.last_time is not None:
             age = max(0.0, time.time() - run.last_time)
+        shares = goodput(run) or Goodput(0.0, math.nan, {})
         return CurrentState(
             name=run.name,
             folder=str(run.folder),
@@ -97,6 +105,8 @@ def current_state(run: Run) -> CurrentState:
             ranks=len(shown.ranks),
             slow_ranks=sorted(straggler.rank for straggler in slow_ranks(run, shown)),
             age_seconds=age,
+            goodput=shares.share,
+            badput=shares.badput,
             logged={name: series.values[-1] for name, series in run.series.items()},
         )
 
@@ -129,6 +139,8 @@ def metrics(runs: Iterable[Run]) -> str:
                     samples.append(({"rank": str(rank)}, float(rank in state.slow_ranks)))
             elif name == "logged":
                 samples = [({"name": key}, value) for key, value in state.logged.items()]
+            elif name == "badput":
+                samples = [({"cause": key}, value) for key, value in state.badput.items()]
             elif name == "ended":
                 samples = [({}, float(state.state == "ended"))]
             else:

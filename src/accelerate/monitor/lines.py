@@ -125,8 +125,8 @@ def add_values(series: dict[str, Series], record: Mapping[str, Any], prefix: str
     values = record.get("values")
     if not isinstance(values, dict):
         return
-    step = _float(record.get("step"))
-    time = _float(record.get("time"))
+    step = number_of(record.get("step"))
+    time = number_of(record.get("time"))
     if not abs(step) < 2**53:
         step = math.nan
     for name, value in values.items():
@@ -136,10 +136,10 @@ def add_values(series: dict[str, Series], record: Mapping[str, Any], prefix: str
             logged = series.setdefault(prefix + name, Series())
             logged.steps.append(step)
             logged.times.append(time)
-            logged.values.append(_float(value))
+            logged.values.append(number_of(value))
 
 
-def _float(value: object) -> float:
+def number_of(value: object) -> float:
     """A number as a float, infinite if it is too large; NaN for anything else."""
     if not isinstance(value, int | float):
         return math.nan
@@ -153,7 +153,7 @@ def _float(value: object) -> float:
 
 def time_of(event: Mapping[str, Any]) -> float | None:
     """The time of an event in seconds since 1970; None if it has none that a calendar has."""
-    time = _float(event.get("time"))
+    time = number_of(event.get("time"))
     if 0 <= time < 1e12:
         return time
     return None

@@ -10,6 +10,7 @@ import time
 from html import escape
 from importlib import resources
 
+from .goodput import BADPUT
 from .page_data import grouped_events, packed, plain, run_data
 from .run import Run
 from .sentences import advice, duration, sentences
@@ -71,6 +72,14 @@ def markdown(run: Run) -> str:
                 lines.append(
                     f"| {phase} | {duration(share * summary.seconds)} | {share * 100:.1f} % |"
                 )
+    goodput = summary.goodput
+    if goodput is not None:
+        lines += ["", "## Goodput", "", "| time | seconds | share |", "|---|---|---|"]
+        shares = {"steps that count": goodput.share}
+        for cause, share in goodput.badput.items():
+            shares[f"{cause}: {BADPUT[cause]}"] = share
+        for name, share in shares.items():
+            lines.append(f"| {name} | {share * goodput.seconds:.1f} | {share * 100:.1f} % |")
     if summary.stragglers:
         lines += [
             "",

@@ -29,7 +29,9 @@ _ARRIVAL = 30.0
 _MOST_RANKS = 1 << 20
 # Most events that are kept; the oldest are dropped.
 MOST_EVENTS = 20_000
-# What a run that is read in part has of each rank: records of steps, and bytes of events.
+# The rank whose time stands for that of the run.
+LEAD = 0
+# What a run that is read in part has of each other rank: records of steps, and bytes of events.
 NEWEST_RECORDS = 512
 NEWEST_BYTES = 512
 
@@ -40,7 +42,7 @@ class Run:
     Args:
         folder: the folder. It may be absent or empty: the files may appear later.
         name: the name to show.
-        is_partial: whether to read only the newest steps and events: enough for `current_state`.
+        is_partial: whether to read only the newest steps and events of ranks other than 0: enough for `current_state`.
     """
 
     def __init__(self, folder: Path, name: str, is_partial: bool = False) -> None:
@@ -59,6 +61,8 @@ class Run:
         self.series: dict[str, Series] = {}
         self.events: list[dict[str, Any]] = []
         """Each has its fields, and `rank`."""
+        self.lead_events: list[dict[str, Any]] = []
+        """All events of rank 0, as they were written."""
         self.work: dict[str, Any] | None = None
         """What training computes, as the run has declared it: `flops` for each `unit`, and `peak` of a device."""
         self._is_running: dict[
@@ -175,8 +179,10 @@ class Run:
                 self._open(int(steps[1]), path)
             events = _EVENTS.fullmatch(name)
             if events and path not in self._tails:
-                self._tails[path] = int(events[1]), Tail(path, self._most_bytes)
-                self._is_running[int(events[1])] = True
+                number = int(events[1])
+                most_bytes = None if number == LEAD else self._most_bytes
+                self._tails[path] = number, Tail(path, most_bytes)
+                self._is_running[number] = True
         for path in values_files(self.folder):
             self._values.setdefault(path, Tail(path))
         before = self._is_gone, self._missing
@@ -200,7 +206,8 @@ class Run:
             # A new file has no complete header for a moment.
             if status.st_size < HEADER_SIZE and time.time() - status.st_mtime < 5:
                 return
-            self.ranks[number] = RankSteps(path, self._most_records)
+            most_records = None if number == LEAD else self._most_records
+            self.ranks[number] = RankSteps(path, most_records)
             self._bad.pop(path, None)
         except (ConfigurationError, OSError) as error:
             self._leave_out(number, path, error)
@@ -245,6 +252,8 @@ class Run:
                 has_replaced = True
                 self._is_running.pop(rank, None)
                 self.events = [event for event in self.events if event["rank"] != rank]
+                if rank == LEAD:
+                    self.lead_events = []
             for record in records:
                 if time_of(record) is None:
                     continue
@@ -253,7 +262,10 @@ class Run:
                     self.work = record
                     continue
                 self._is_running[rank] = name != "end"
-                events.append({**record, "event": name, "rank": rank})
+                event = {**record, "event": name, "rank": rank}
+                events.append(event)
+                if rank == LEAD:
+                    self.lead_events.append(event)
         if events:
             self.events = sorted([*self.events, *events], key=itemgetter("time"))[-MOST_EVENTS:]
         return bool(events) or has_replaced
@@ -296,7 +308,7 @@ def open_runs(
     Args:
         paths: the folders. One that is empty may be that of a run that has not begun.
         may_be_absent: whether a folder may be that of a run that has not begun.
-        are_partial: whether to read only the newest steps and events of each rank.
+        are_partial: whether to read only the newest steps and events of ranks other than 0.
 
     Raises:
         ConfigurationError: a path is no folder, or a folder that is not of a run.

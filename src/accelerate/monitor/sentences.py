@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 
 from ..core.objects import ranks_in_words, size_of
+from .goodput import BADPUT, Goodput
 from .slow_ranks import Straggler
 from .summary import Summary
 from .view import WINDOW
@@ -105,6 +106,8 @@ def sentences(summary: Summary) -> list[str]:
             count = f"{summary.restarts} times"
         cost = f", which cost {duration(summary.restarting)} with the steps that were repeated"
         lines.append(f"The run was restarted {count}{cost * (summary.restarting > 1)}.")
+    if summary.goodput is not None:
+        lines.append(goodput_sentence(summary.goodput))
     return [*lines, *_loss_sentences(summary), *_value_sentences(summary)]
 
 
@@ -138,6 +141,16 @@ def _first_sentence(summary: Summary) -> str:
         f"{steps} on {summary.ranks} rank{'s' * (summary.ranks > 1)} took {duration(summary.duration)}: "
         f"{_ms(summary.seconds)} a step{median}{rate}."
     )
+
+
+def goodput_sentence(shares: Goodput) -> str:
+    """Where the time of a run went, with the causes that cost most first."""
+    text = f"The goodput is {_percent(shares.share)} of {duration(shares.seconds)}"
+    badput = sorted(shares.badput.items(), key=lambda item: -item[1])
+    parts = [f"{BADPUT[cause]} ({_percent(share)})" for cause, share in badput if share >= 0.005]
+    if parts:
+        text += f"; the rest is {', '.join(parts)}"
+    return f"{text}."
 
 
 def _loss_sentences(summary: Summary) -> list[str]:

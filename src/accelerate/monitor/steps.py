@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -146,6 +147,10 @@ class RankSteps:
         """The newest record."""
         self.last_step: int = 0
         """That of the newest record, 0 if there is none."""
+        self.first_steps: list[tuple[float, np.void]] = []
+        """The first record of each process, valid or not, and the time of the record before it; NaN without one."""
+        self.repeated: dict[str, float] = dict.fromkeys(("seconds", "checkpoint"), 0.0)
+        """Seconds of the steps that a resumed run has made again, in all and in saves."""
         # Ranges of valid records, whose steps ascend. A resumed run repeats steps, and the later record is valid.
         self._segments: list[Segment] = []
         self._blocks = Buckets.empty(0)
@@ -175,7 +180,7 @@ class RankSteps:
             self.note = None
             available = (os.fstat(file.fileno()).st_size - HEADER_SIZE) // self.record.itemsize
             if self.last is None and self._newest is not None:
-                self.count = max(0, available - self._newest)
+                self._leave_out(file, available - self._newest)
             before = self.count
             while self.count < available:
                 wanted = min(CHUNK, available - self.count)
@@ -191,6 +196,21 @@ class RankSteps:
             if self.count > before:
                 self._mark = self._identify(file)
         return self.count > before
+
+    def _leave_out(self, file: IO[bytes], count: int) -> None:
+        """Do not read the first `count` records, unless only reading them tells where the record of a step is."""
+        if count <= 0:
+            return
+        first = self._read(file, 0, 1)[0]
+        last = self._read(file, count - 1, count)[0]
+        first_step = int(first["step"])
+        last_step = int(last["step"])
+        if first["steps"] == 1 and last_step - first_step + 1 == count:
+            self.count = count
+            self._segments.append(Segment(0, count, first_step, last_step))
+            self._first_block = last_step // BLOCK
+            self.last = last.copy()
+            self.last_step = last_step
 
     def _identify(self, file: IO[bytes]) -> tuple[Any, ...]:
         """What changes if records move: the file, and the first and the last record that were read."""
@@ -224,6 +244,12 @@ class RankSteps:
             raise ConfigurationError(
                 f"{self.path} is damaged: its steps go back {len(breaks)} times within {len(records)} records"
             )
+        for row in np.flatnonzero(records["flags"] & FLAG_FIRST).tolist():
+            before = self.last
+            if row:
+                before = records[row - 1]
+            time_before = math.nan if before is None else float(before["time"])
+            self.first_steps.append((time_before, records[row].copy()))
         for part in np.split(records, breaks):
             first = int(part["step"][0]) - int(part["steps"][0]) + 1
             if not self._segments or first <= self._segments[-1].last:
@@ -239,6 +265,12 @@ class RankSteps:
 
     def _cut(self, file: IO[bytes], step: int) -> None:
         """Forget the records of `step` and of later ones: the run has resumed before it."""
+        if self._segments:
+            repeated = self._records(file, step, self._segments[-1].last)
+            for name in self.repeated:
+                self.repeated[name] += float(
+                    np.nansum(repeated[name] * repeated["steps"].astype("f8"))
+                )
         while self._segments and self._segments[-1].first >= step:
             self._segments.pop()
         block = (step - 1) // BLOCK
@@ -248,6 +280,7 @@ class RankSteps:
             self._block_count = 0
             return
         # The block of the step is made anew.
+        self._first_block = min(self._first_block, block)
         count = min(self._block_count, block - self._first_block)
         blocks = Buckets.empty(len(self._blocks.time))
         for array, former in zip(blocks.arrays(), self._blocks.arrays(), strict=True):

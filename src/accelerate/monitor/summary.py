@@ -12,6 +12,7 @@ from textwrap import shorten
 
 import numpy as np
 
+from .goodput import Goodput, goodput, sampled_waits, weighted_median
 from .run import Run
 from .slow_ranks import Straggler, slow_ranks
 from .steps import Array
@@ -22,9 +23,6 @@ _BUCKETS = 256
 # Seconds that slow steps must have cost to be named, and those with which a process begins.
 _LEAST_LOST = 5.0
 _LEAST_WARM_UP = 1.0
-# The wait for others is read step by step, in samples of the range: most samples, and the steps of each.
-_MOST_SAMPLES = 8
-_SAMPLE_STEPS = 64
 
 
 @dataclass(frozen=True)
@@ -78,6 +76,8 @@ class Summary:
     restarts: int = 0
     restarting: float = 0.0
     """Seconds that restarts have cost, steps that were made again included."""
+    goodput: Goodput | None = None
+    """Of the whole run."""
     loss: tuple[float, float] = (math.nan, math.nan)
     """At the beginning and at the end."""
     lowest_loss: tuple[float, int] = (math.nan, 0)
@@ -136,6 +136,7 @@ def _summary(run: Run, shown: View, is_end: bool) -> Summary:
     restarting = 0.0
     if restarts:
         restarting = max(0.0, end - begin - duration - sum(_evaluations(run, begin, end)))
+    waited, sampled, _ = sampled_waits(run, first, last).sum(axis=1).tolist()
     rate = _weighted_mean(shown.curves["throughput"].mean, bucket_seconds)
     if math.isnan(rate):
         rate = 0.0
@@ -159,19 +160,20 @@ def _summary(run: Run, shown: View, is_end: bool) -> Summary:
         ranks=len(shown.ranks),
         duration=duration,
         seconds=float(seconds.sum() / weight.sum()),
-        typical=_weighted_median(np.nanmean(shown.seconds, axis=0), weight.max(axis=0)),
+        typical=weighted_median(np.nanmean(shown.seconds, axis=0), weight.max(axis=0)),
         throughput=rate,
         unit=shown.unit,
         flops=flops,
         utilization=utilization,
         shares=_shares(shown, np.ones(len(shown.x), bool)),
-        waiting=_waiting(run, first, last),
+        waiting=waited / max(sampled, 1e-9),
         period=period,
         usual_shares=_shares(shown, is_usual),
         evaluations=len(evaluations),
         evaluating=sum(evaluations),
         restarts=restarts,
         restarting=restarting,
+        goodput=goodput(run),
         loss=loss_ends,
         lowest_loss=_lowest(shown),
         bad_loss=bad_loss,
@@ -223,39 +225,6 @@ def _weighted_mean(values: Array, weight: Array) -> float:
     return math.nan
 
 
-def _weighted_median(values: Array, weight: Array) -> float:
-    is_known = np.isfinite(values) & (weight > 0)
-    if not is_known.any():
-        return math.nan
-    values = values[is_known]
-    weight = weight[is_known]
-    order = np.argsort(values)
-    middle = np.searchsorted(np.cumsum(weight[order]), weight.sum() / 2)
-    return float(values[order][middle])
-
-
-def _waiting(run: Run, first: int, last: int) -> float:
-    """The share of the time in which ranks wait for slower ones, in a sample: a mean over steps does not show it."""
-    if len(run.ranks) < 2:
-        return 0.0
-    samples = max(1, min(_MOST_SAMPLES, _BUCKETS // len(run.ranks)))
-    last_start = max(first, last - _SAMPLE_STEPS + 1)
-    starts = np.linspace(first, last_start, samples).astype(int)
-    waited = total = 0.0
-    for start in sorted(set(starts.tolist())):
-        shown = view(run, start, min(last, start + _SAMPLE_STEPS - 1), _SAMPLE_STEPS)
-        if len(shown.ranks) < 2:
-            return 0.0
-        # The fastest communication has no wait.
-        communication = np.nan_to_num(shown.phases["communication"])
-        waits = shown.waits - communication.min(axis=0)
-        waited += float(np.nansum(waits * shown.weight))
-        total += float(np.nansum(shown.seconds * shown.weight))
-    if total > 0:
-        return waited / total
-    return 0.0
-
-
 def _period(run: Run, shown: View, stragglers: Sequence[Straggler]) -> tuple[Period | None, Array]:
     """The neighbouring steps that were slow on all ranks and cost most, if they stand out; and the buckets without."""
     is_usual = np.ones(len(shown.x), bool)
@@ -266,7 +235,7 @@ def _period(run: Run, shown: View, stragglers: Sequence[Straggler]) -> tuple[Per
     phases["backward"] += phases["communication"]
     checkpoint = phases.pop("checkpoint")
     seconds = _mean_over_ranks(shown.seconds) - checkpoint
-    usual = _weighted_median(seconds, weight)
+    usual = weighted_median(seconds, weight)
     is_slow = (seconds > 1.4 * usual) & (weight > 0)
     slow = np.flatnonzero(is_slow)
     if not len(slow):

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import struct
+import sys
 import threading
 import time
 from collections import deque
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import psutil
 import torch
 
 from ..core import devices, env
@@ -186,7 +188,7 @@ class TelemetryWriter:
         except OSError as error:
             self._fail(error)
             return
-        self.event("start", **self._process())
+        self.event("start", seconds=round(_process_age(), 3), **self._process())
         hang_watch.on_report.append(self._hang)
         threading.Thread(target=self._run, name="accelerate-telemetry", daemon=True).start()
         atexit.register(self.close)
@@ -316,6 +318,18 @@ def append_all(descriptor: int, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, size)
         raise
+
+
+def _process_age() -> float:
+    """Seconds since this process was started; 0 in an interactive one, where the run may be much younger."""
+    if hasattr(sys, "ps1"):
+        return 0.0
+    process = psutil.Process()
+    if sys.platform == "linux":
+        # The time of the boot, which `create_time` adds, is a whole number of seconds.
+        since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
+        return since_boot - (process.create_time() - psutil.boot_time())
+    return time.time() - process.create_time()
 
 
 def _drop_incomplete_line(descriptor: int) -> None:

@@ -425,6 +425,7 @@ function overview() {
       ...(run.summary.seconds ? [tile("Step time, mean", FORMATS.seconds(run.summary.seconds))] : []),
       ...(run.summary.throughput ? [tile(`${run.unit} / s`, compact(run.summary.throughput, 3))] : []),
       ...(run.summary.utilization ? [tile("Utilization (MFU)", `${(run.summary.utilization * 100).toFixed(1)} %`)] : []),
+      ...(run.summary.goodput ? [tile("Goodput", `${(run.summary.goodput.share * 100).toFixed(1)} %`)] : []),
       ...(run.summary.memory.device ? [tile("Device memory", FORMATS.bytes(run.summary.memory.device))]
         : run.summary.memory.host ? [tile("Host memory", FORMATS.bytes(run.summary.memory.host))] : []),
       ...(run.ranks.length > 1 ? [tile(`Slow, of ${run.ranks.length} ranks`, slowText(run), slow ? "slow" : "")] : []),

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which share of the time of a run went into steps that count (goodput), and where the rest went (badput)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from .lines import number_of
+from .run import LEAD, Run
+from .steps import LONGEST, Array, RankSteps, reduce_steps
+from .view import bucket_width, view
+
+# The causes of badput, in the order in which they are shown, in words.
+BADPUT = {
+    "start": "starting",
+    "compile": "compiling and warming up",
+    "data": "waiting for data",
+    "save": "saving",
+    "load": "loading checkpoints",
+    "evaluation": "evaluation",
+    "waiting": "waiting for other ranks",
+    "repeated": "steps that were lost and made again",
+    "restart": "the time from a failure to the restart",
+    "other": "what is not known",
+}
+# What the event at the end of something adds to.
+_CAUSES = {"save": "save", "resume": "load", "evaluation_end": "evaluation"}
+# The usual time of a step is the median over so many ranges of steps.
+_BUCKETS = 256
+# First steps of a process that may be longer than usual, and by how much they then are.
+_WARM_UP_STEPS = 8
+_LONGER = 1.4
+# The wait for others is read step by step, in samples of the range: most samples, and the steps of each.
+_MOST_SAMPLES = 8
+_SAMPLE_STEPS = 64
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Where the time of a run went, as rank 0 has spent it. All shares add up to 1."""
+
+    seconds: float
+    """From the first launch to the end of the run, or to what is newest of it."""
+    share: float
+    """The share of steps that count."""
+    badput: dict[str, float]
+    """The other shares, for each of `BADPUT`."""
+
+
+def goodput(run: Run) -> Goodput | None:
+    """The goodput of a whole run; None before the first step, and where nothing of rank 0 is recorded."""
+    lead = run.ranks.get(LEAD)
+    if lead is None or lead.last is None:
+        return None
+    spent = dict.fromkeys(BADPUT, 0.0)
+    elapsed = _add_timeline(spent, run, lead)
+    steps = lead.last_step - lead.first_step + 1
+    width = bucket_width(steps, _BUCKETS)
+    buckets = reduce_steps([lead], lead.first_step, lead.last_step, width)
+    seconds = float(buckets.sum("seconds").sum())
+    saving = float(buckets.sum("checkpoint").sum())
+    spent["data"] = float(buckets.sum("data").sum())
+    # Saves that are part of no step, such as that at the end, are events only.
+    outside = spent["save"] - saving - lead.repeated["checkpoint"]
+    spent["save"] = saving + max(0.0, outside)
+    spent["repeated"] = lead.repeated["seconds"]
+    work = buckets.sum("seconds") - buckets.sum("data") - buckets.sum("checkpoint")
+    weight = buckets.steps("seconds")
+    with np.errstate(all="ignore"):
+        usual = weighted_median((work / weight)[0], weight[0])
+    spent["compile"] = _warm_up(lead, usual)
+    # The wait for others who warm up is part of the warm-up.
+    first = min(lead.first_step + _WARM_UP_STEPS, lead.last_step)
+    waited, _, sampled = sampled_waits(run, first, lead.last_step)[:, 0]
+    spent["waiting"] = float(waited / sampled * weight.sum())
+    good = seconds - saving - spent["data"] - spent["compile"] - spent["waiting"]
+    good = max(0.0, good)
+    recorded = good + sum(spent.values())
+    # Clocks that were set may leave less time than the parts have.
+    total = max(elapsed, recorded)
+    if total <= 0:
+        return None
+    spent["other"] = total - recorded
+    shares = {cause: value / total for cause, value in spent.items()}
+    return Goodput(total, good / total, shares)
+
+
+def _add_timeline(spent: dict[str, float], run: Run, lead: RankSteps) -> float:
+    """Add what happened between the steps of a rank. Returns the seconds from its launch to its newest moment."""
+    events: list[dict[str, Any]] = list(run.lead_events)
+    if lead.last is not None:
+        events.append({"time": float(lead.last["time"]), "event": "step"})
+    for time_before, record in lead.first_steps:
+        seconds = float(np.nan_to_num(record["seconds"])) * int(record["steps"])
+        events.append({"time": float(record["time"]) - seconds, "event": "first step"})
+        if math.isfinite(time_before):
+            events.append({"time": time_before, "event": "step"})
+    events.sort(key=itemgetter("time"))
+    begin: float = events[0]["time"] - _seconds_of(events[0])
+    last = begin
+    is_starting = False
+    evaluation = math.inf
+    for event in events:
+        time = event["time"]
+        kind = event["event"]
+        seconds = _seconds_of(event)
+        passed = time - last
+        last = time
+        if kind == "evaluation_begin":
+            evaluation = time
+        elif kind == "evaluation_end":
+            seconds = max(0.0, time - evaluation)
+            evaluation = math.inf
+        if kind == "start":
+            launching = min(passed, seconds)
+            spent["start"] += launching
+            spent["restart"] += passed - launching
+            is_starting = True
+        elif is_starting:
+            spent["start"] += passed
+            is_starting = kind != "first step"
+        cause = _CAUSES.get(kind)
+        if cause is not None:
+            spent[cause] += seconds
+            if is_starting:
+                spent["start"] -= seconds
+    spent["start"] = max(0.0, spent["start"])
+    return last - begin
+
+
+def _seconds_of(event: Mapping[str, Any]) -> float:
+    """How long what ends with an event took; 0 where that is not known."""
+    seconds = number_of(event.get("seconds"))
+    if 0 < seconds < LONGEST:
+        return seconds
+    return 0.0
+
+
+def _warm_up(lead: RankSteps, usual: float) -> float:
+    """Seconds by which the first steps of each process took longer than usual, without data and saves."""
+    longer = 0.0
+    for _, first in lead.first_steps:
+        step = int(first["step"])
+        records = lead.records(step, step + _WARM_UP_STEPS - 1)
+        # Steps that were made again are not among its records.
+        if len(records) and records["time"][0] == first["time"]:
+            work = records["seconds"] - np.nan_to_num(records["data"])
+            work = work - np.nan_to_num(records["checkpoint"])
+            is_longer = np.logical_and.accumulate(work > _LONGER * usual)
+            lost = (work - usual) * records["steps"]
+            longer += float(lost[is_longer].sum())
+    return longer
+
+
+def sampled_waits(run: Run, first: int, last: int) -> Array:
+    """The waits for slower ranks in samples of a range of steps: a mean over steps does not show them.
+
+    Returns:
+        Seconds of waiting, seconds, and steps, of each rank in all samples: an array of shape (3, ranks).
+    """
+    samples = max(1, min(_MOST_SAMPLES, _BUCKETS // len(run.ranks)))
+    last_start = max(first, last - _SAMPLE_STEPS + 1)
+    starts = np.linspace(first, last_start, samples).astype(int)
+    total: Array = np.zeros((3, 1))
+    for start in sorted(set(starts.tolist())):
+        shown = view(run, start, min(last, start + _SAMPLE_STEPS - 1), _SAMPLE_STEPS)
+        # The fastest communication has no wait.
+        communication = np.nan_to_num(shown.phases["communication"])
+        waits = shown.waits - communication.min(axis=0)
+        values = [waits * shown.weight, shown.seconds * shown.weight, shown.weight]
+        total = total + np.nansum(values, axis=-1)
+    return total
+
+
+def weighted_median(values: Array, weight: Array) -> float:
+    """The median of the values that are known, of which each counts with its weight; NaN without one."""
+    is_known = np.isfinite(values) & (weight > 0)
+    if not is_known.any():
+        return math.nan
+    values = values[is_known]
+    weight = weight[is_known]
+    order = np.argsort(values)
+    middle = np.searchsorted(np.cumsum(weight[order]), weight.sum() / 2)
+    return float(values[order][middle])
