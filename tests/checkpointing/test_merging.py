@@ -6,13 +6,16 @@ import shutil
 import pytest
 import torch
 from rank_pool import Ranks
+from s3_server import S3Server
 from safetensors.torch import load_file
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.checkpointing import merging
+from accelerate.checkpointing.copying import copy_checkpoint
 from accelerate.checkpointing.export_checkpoint import export_checkpoint
 from accelerate.commands.merge import main
 from accelerate.core.errors import CheckpointError
+from accelerate.core.files import location
 from accelerate.utils import merge_fsdp_weights, save_fsdp_model
 
 
@@ -113,6 +116,25 @@ def test_merged_models_are_the_plain_ones(saved, plain, kind, tmp_path, monkeypa
     )
     same(torch.load(tmp_path / "one" / "pytorch_model.bin", weights_only=True), plain[1])
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["pytorch_model.bin"]
+
+
+def test_shards_in_a_bucket(saved, plain, tmp_path, capsys):
+    with S3Server() as server:
+        copy_checkpoint(saved / "run", location("s3://bucket/run", "place"))
+        server.requests.clear()
+        main(["s3://bucket/run", str(tmp_path / "all")])
+        main(["s3://bucket/run/pytorch_model_fsdp_1", str(tmp_path / "second")])
+        # Only the models are read.
+        read = {request.key for request in server.requests if request.act == "get"}
+        assert any("pytorch_model_fsdp_0" in key for key in read)
+        assert not any("optimizer" in key for key in read)
+        with pytest.raises(SystemExit):
+            main(["s3://bucket/run", str(tmp_path / "removed"), "--remove_checkpoint_dir"])
+        assert "--remove_checkpoint_dir" in capsys.readouterr().err
+    same(load_file(tmp_path / "all" / "model.safetensors"), plain[0])
+    same(load_file(tmp_path / "all" / "model_1.safetensors"), plain[1])
+    same(load_file(tmp_path / "second" / "model.safetensors"), plain[1])
+    assert [path.name for path in (tmp_path / "second").iterdir()] == ["model.safetensors"]
 
 
 def test_what_is_removed_and_what_is_not(saved, plain, tmp_path, capsys):

@@ -3,15 +3,19 @@
 
 import hashlib
 import json
+import time
 
 import pytest
 import torch
 from s3_server import S3Server, Stored
 
 from accelerate import Accelerator
-from accelerate.checkpointing.layout import read_manifest, set_aside
+from accelerate.checkpointing import copying
+from accelerate.checkpointing.layout import list_checkpoints, read_manifest, set_aside
 from accelerate.commands.checkpoint import main
 from accelerate.core import buckets
+from accelerate.core.buckets import Bucket
+from accelerate.core.files import location
 from accelerate.utils import ProjectConfiguration
 
 
@@ -150,3 +154,128 @@ def test_a_check_needs_a_bucket_that_is_there(tmp_path, capsys, monkeypatch):
 def test_nothing_there(tmp_path, capsys):
     assert run("verify", tmp_path / "none") == 1
     assert "there is no checkpoint" in capsys.readouterr().err
+
+
+# -- copies, and checkpoints in buckets
+
+
+@pytest.fixture
+def bucket(project, request):
+    """The place of a copy of the project in a bucket."""
+    place = f"memory://{request.node.name.partition('[')[0]}/run"
+    assert run("copy", project, place) == 0
+    return place
+
+
+def contents(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.endswith(".lock")
+    }
+
+
+def test_copies_between_folders_and_buckets(project, bucket, tmp_path_factory, capsys):
+    other = bucket.replace("memory://", "memory://other-")
+    assert run("copy", bucket, other) == 0
+    back = tmp_path_factory.mktemp("copies") / "back"
+    assert run("copy", other, back) == 0
+    assert contents(back) == contents(project)
+    # Again: the copies are there already. Another checkpoint is not replaced.
+    assert run("copy", project, bucket) == 0
+    one = f"{bucket}/checkpoints/checkpoint_1"
+    capsys.readouterr()
+    assert run("copy", project / "checkpoints/checkpoint_0", one) == 1
+    assert one in capsys.readouterr().out
+    for place in (bucket, f"{bucket}/checkpoints", other, back):
+        assert run("verify", place) == 0
+        assert run("list", place) == 0
+    assert run("verify", one) == 0
+    assert capsys.readouterr().out.count("ok ") == 17
+    assert run("list", f"{bucket}/elsewhere") == 1
+
+
+def test_a_copy_of_damaged_files_is_no_checkpoint(project, capsys):
+    weights = project / "checkpoints" / "checkpoint_1" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    target = project / "copy"
+    for place in ("memory://damaged/run", target):
+        assert run("copy", project, place) == 1
+        told = capsys.readouterr().out
+        assert told.count("ok ") == 1 and "model.safetensors" in told.split("BAD", 1)[1]
+        assert run("list", place) == 0
+        assert capsys.readouterr().out.count("ok ") == 1
+    assert [path.name for path in (target / "checkpoints").iterdir()] == ["checkpoint_0"]
+    assert len(list(Bucket.of("memory://damaged")[0].children("run/checkpoints")[0])) == 1
+
+
+@pytest.mark.parametrize("act", ["put", "get"])
+def test_a_copy_that_fails_leaves_nothing(project, act, capsys):
+    with S3Server() as server:
+        assert run("copy", project / "checkpoints/checkpoint_0", "s3://bucket/a") == 0
+        keys = server.keys()
+        server.faults = lambda request: (
+            "403" if "model" in request.key and request.act == act else None
+        )
+        capsys.readouterr()
+        assert run("copy", "s3://bucket/a", "s3://bucket/b") == 1
+        assert "AccessDenied" in capsys.readouterr().out
+        assert server.keys() == keys
+
+
+def test_only_one_of_two_copies_to_one_place_counts(project, monkeypatch, capsys):
+    """The other one has written its manifest while this one has copied files."""
+    place = "memory://two/run"
+    copy_files = copying._copy_files
+
+    def slowly(source, target, *rest):
+        monkeypatch.setattr(copying, "_copy_files", copy_files)
+        assert run("copy", project / "checkpoints/checkpoint_1", place) == 0
+        copy_files(source, target, *rest)
+
+    monkeypatch.setattr(copying, "_copy_files", slowly)
+    assert run("copy", project / "checkpoints/checkpoint_0", place) == 1
+    assert run("verify", place) == 0
+    assert len(Bucket.of(place)[0].children("run")[0]) == 1
+
+
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_prune(kind, project, request, capsys, monkeypatch):
+    accelerator = Accelerator(
+        cpu=True,
+        project_config=ProjectConfiguration(
+            str(project), automatic_checkpoint_naming=True, iteration=2
+        ),
+    )
+    accelerator.prepare(torch.nn.Linear(3, 3))
+    accelerator.save_state()
+    place = project
+    leftover = project / "checkpoints" / ".checkpoint_7.tmp-0123abcd"
+    if kind == "bucket":
+        place = location(request.getfixturevalue("bucket"), "place")
+        leftover = place / "checkpoints" / "checkpoint_7" / f"parts-{'0' * 32}"
+        (leftover / "model.safetensors").write_text("of a killed save")
+    else:
+        leftover.mkdir()
+    assert run("prune", place) == 0
+    # It may be that of a save that is under way.
+    assert leftover.is_dir()
+    now = time.time()
+    monkeypatch.setattr("accelerate.checkpointing.layout.time.time", lambda: now + 100_000)
+    assert run("list", place) == 0
+    assert f"unfinished {leftover}" in capsys.readouterr().out
+    assert run("prune", place, "--keep", 2, "--dry_run") == 0
+    told = capsys.readouterr().out
+    assert f"{leftover}\n" in told and "checkpoint_0\n" in told and "checkpoint_1\n" not in told
+    assert leftover.is_dir()
+    assert run("prune", place, "--keep", 2) == 0
+    assert not leftover.is_dir()
+    assert [path.name for _, path in list_checkpoints(place / "checkpoints")] == [
+        "checkpoint_1",
+        "checkpoint_2",
+    ]
+    assert run("verify", place) == 0
+    assert run("prune", place, "--keep", 2) == 0
+    assert "nothing" in capsys.readouterr().out

@@ -12,7 +12,9 @@ from packages import package
 from toys import distance, llama, on_cpu
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.checkpointing.copying import copy_checkpoint
 from accelerate.commands.export import main
+from accelerate.core.files import location
 
 peft = package("peft")
 transformers = package("transformers")
@@ -89,6 +91,30 @@ def test_unsharded_checkpoints(options, tmp_path):
     assert (
         json.loads((tmp_path / "out" / "generation_config.json").read_text())["max_new_tokens"] == 7
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"safe_serialization": False}], ids=str)
+def test_checkpoints_in_a_bucket(options, tmp_path, capsys):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(model_of().to(torch.bfloat16))
+    accelerator.save_state(tmp_path / "one", **options)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.save_state(tmp_path / "two", **options)
+    place = f"memory://export-{bool(options)}"
+    for name in ("one", "two"):
+        copy_checkpoint(tmp_path / name, location(f"{place}/{name}", "place"))
+    main_file = "pytorch_model.bin" if options else "model.safetensors"
+    for number, words in enumerate(([f"{place}/one"], [f"{place}/two/{main_file}"])):
+        export(*words, tmp_path / f"out{number}")
+        assert same(model.state_dict(), read(tmp_path / f"out{number}"))
+        assert not list((tmp_path / f"out{number}").glob(".*"))
+    with pytest.raises(SystemExit):
+        export(f"{place}/two", tmp_path / "out")
+    # The error names files of the bucket.
+    assert f"such as {place}/two/{main_file.replace('.', '_1.')}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        export(tmp_path / "one", f"{place}/out")
+    assert f"{place}/out" in capsys.readouterr().err
 
 
 def test_a_configuration_from_elsewhere(tmp_path, capsys):

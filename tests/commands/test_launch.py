@@ -170,6 +170,11 @@ CASES = [
     ),
     (
         CPU,
+        "--log_dir s3://bucket/logs train.py",
+        "log_dir='s3://bucket/logs'",
+    ),
+    (
+        CPU,
         "-m --no_python train.py",
         "module (flag --module) and no_python (flag --no_python) contradict each other",
     ),

@@ -7,10 +7,12 @@ import pytest
 import torch
 from s3_server import SECRET, S3Server
 
+import accelerate
 from accelerate import Accelerator
 from accelerate.core import buckets
 from accelerate.core.errors import BucketAccessError, ConfigurationError
-from accelerate.utils import ProjectConfiguration
+from accelerate.inference import map_dataset
+from accelerate.utils import ProfileKwargs, ProjectConfiguration
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,30 @@ def test_values_and_telemetry_are_written_locally(tmp_path, monkeypatch):
     assert (tmp_path / "runs/a/values/values.jsonl").exists()
     assert any((tmp_path / "runs/a").rglob("*.jsonl"))
     assert sorted(os.listdir(tmp_path)) == ["runs"]
+
+
+BUCKET = "memory://name/run"
+PLACES = {
+    "save_model": lambda accelerator, model: accelerator.save_model(model, BUCKET),
+    "save": lambda accelerator, model: accelerator.save({"a": torch.ones(1)}, f"{BUCKET}/a.bin"),
+    "export": lambda accelerator, model: accelerate.export(model, BUCKET),
+    "telemetry": lambda accelerator, model: Accelerator(cpu=True, telemetry=BUCKET),
+    "logging_dir": lambda accelerator, model: Accelerator(
+        cpu=True, log_with="local", project_config=ProjectConfiguration("run", logging_dir=BUCKET)
+    ).init_trackers("values"),
+    "map_dataset": lambda accelerator, model: map_dataset(list, [1], BUCKET),
+    "output_trace_dir": lambda accelerator, model: ProfileKwargs(output_trace_dir=BUCKET),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_no_checkpoint_is_not_written_to_a_bucket(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigurationError, match=f"{place}.*{BUCKET}.*local"):
+        PLACES[place](accelerator, model)
+    assert os.listdir(tmp_path) == []
 
 
 def project(**options):

@@ -485,6 +485,14 @@ def rotate(directory: str | Path, total_limit: int | None) -> list[Path]:
             remove_objects(leftover)
     for trash in _hidden(directory, _NUMBERED.pattern, "trash"):
         shutil.rmtree(trash, ignore_errors=True)  # a kill has interrupted its removal
+    for folder in superfluous(directory, total_limit):
+        discard(folder)
+        removed.append(folder)
+    return removed
+
+
+def superfluous(directory: Path, total_limit: int) -> list[Path]:
+    """The oldest checkpoints beyond `total_limit`, without the newest valid one."""
     # A link is the user's: what it leads to is not removed, and it takes no place of the others. Nor does a file.
     present = [
         folder
@@ -492,11 +500,7 @@ def rotate(directory: str | Path, total_limit: int | None) -> list[Path]:
         if folder.is_dir() and not folder.is_symlink()
     ]
     last = newest_valid(directory)
-    for folder in present[: max(0, len(present) - total_limit)]:
-        if folder != last:
-            discard(folder)
-            removed.append(folder)
-    return removed
+    return [folder for folder in present[: max(0, len(present) - total_limit)] if folder != last]
 
 
 def discard(folder: Path) -> None:
@@ -523,6 +527,19 @@ def new_token() -> str:
 def remove_objects(folder: BucketPath) -> None:
     """Delete all objects below a folder."""
     folder.bucket.delete([entry.key for entry in folder.bucket.objects(folder.key)])
+
+
+def leftovers_of(path: Path) -> list[Path]:
+    """What killed saves have left, a day ago or earlier, in a project or a folder of checkpoints."""
+    now = time.time()
+    if isinstance(path, BucketPath):
+        return [*unfinished(path, now=now)]
+    found = []
+    for directory in (path, checkpoints_dir(path)):
+        for folder in _hidden(directory, _NUMBERED.pattern, "tmp"):
+            if folder.stat().st_mtime < now - _DAY:
+                found.append(folder)
+    return found
 
 
 def unfinished(folder: BucketPath, age: float = _DAY, now: float = 0.0) -> list[BucketPath]:

@@ -8,11 +8,16 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..core.buckets import is_bucket
-from ..core.errors import CheckpointError, ConfigurationError
-from ..core.files import user_path
+from ..core.errors import (
+    BucketAccessError,
+    BucketUnreachableError,
+    CheckpointError,
+    ConfigurationError,
+)
+from ..core.files import location
 from ..core.objects import size_of
 from .parser import Parser, exit_on, print_error
 
@@ -22,31 +27,36 @@ if TYPE_CHECKING:
 
 def parser() -> Parser:
     """Return the parser of `accelerate checkpoint`."""
-    made = Parser(
-        prog="accelerate checkpoint",
-        description="List checkpoints, verify their checksums, or check a bucket.",
+    what = "List, verify, copy and remove checkpoints in folders and buckets, and check a bucket."
+    made = Parser(prog="accelerate checkpoint", description=what)
+    actions = made.add_subparsers(
+        dest="action", required=True, metavar="list | verify | copy | prune | check"
     )
-    actions = made.add_subparsers(dest="action", required=True, metavar="verify | list | check")
-    for name, what in (
-        (
-            "verify",
-            "read every file and compare its checksum with the manifest; exit code 1 if one differs",
-        ),
-        (
-            "list",
-            "show the checkpoints in a folder, and whether each is complete, without reading the weights",
-        ),
-    ):
+
+    def add(name: str, what: str, place: str) -> Any:
         action = actions.add_parser(name, help=what, description=what)
-        action.add_argument(
-            "path", help="a checkpoint, a folder of checkpoints, or the folder of a project"
-        )
+        action.add_argument("path", help=place)
+        return action
+
+    place = "a checkpoint, a folder of checkpoints, or the folder of a project; or such a place in a bucket"
+    what = "show the checkpoints, and whether each is complete, without reading the weights"
+    add("list", what, place)
+    what = "read every file and compare its checksum with the manifest; exit code 1 if one differs"
+    add("verify", what, place)
+    what = (
+        "copy checkpoints between folders and buckets; each file is compared with its checksum, and a copy is a "
+        "checkpoint when its last file is written"
+    )
+    add("copy", what, place).add_argument("target", help="a folder, or a place in a bucket")
+    what = "remove what killed saves have left, after a day, and with --keep the oldest checkpoints"
+    action = add("prune", what, place)
+    action.add_argument("--keep", type=int, metavar="N", help="keep the newest N checkpoints")
+    action.add_argument("--dry_run", action="store_true", help="only show what would be removed")
     what = (
         "try on small objects, which are removed again, what checkpoints rely on: rights, conditional writes, reads "
         "and listings that show what was written; exit code 1 if the store does otherwise"
     )
-    action = actions.add_parser("check", help=what, description=what)
-    action.add_argument("path", help="a place in a bucket, such as s3://bucket/run")
+    action = add("check", what, "a place in a bucket, such as s3://bucket/run")
     action.add_argument("--json", action="store_true", help="print one JSON object")
     action.add_argument(
         "--size", type=int, default=64, help="MiB of the object that measures the speed (64)"
@@ -57,24 +67,73 @@ def parser() -> Parser:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the command. Exits with 1 if a checkpoint is incomplete or damaged, or if there is none."""
     options = parser().parse_args(arguments)
-    if options.action == "check":
-        with exit_on(ConfigurationError):
-            kept = _check_store(options.path, options.size, options.json)
-        sys.exit(0 if kept else 1)
     with exit_on(ConfigurationError):
-        path = user_path(options.path, "path")
-    folders, damaged = _folders(path)
-    if not folders and not (damaged and options.action == "list"):
-        print_error(f"there is no checkpoint in {path}")
-        sys.exit(1)
-    check = _verified if options.action == "verify" else _listed
-    sound = [check(folder) for folder in folders]
-    if options.action == "list":
-        for folder in damaged:
-            print(
-                f"set aside {folder}: a run has renamed it when it could not be loaded; no run reads or removes it"
-            )
+        if options.action == "check":
+            kept = _check_store(options.path, options.size, options.json)
+            sys.exit(0 if kept else 1)
+        path = location(options.path, "path")
+    with exit_on(BucketAccessError, BucketUnreachableError, code=1):
+        folders, damaged = _folders(path)
+        if options.action == "prune":
+            _prune(folders, path, options.keep, options.dry_run)
+            sys.exit(0)
+        if not folders and not (damaged and options.action == "list"):
+            print_error(f"there is no checkpoint in {path}")
+            sys.exit(1)
+        if options.action == "copy":
+            with exit_on(ConfigurationError):
+                target = location(options.target, "target")
+                sound = [_copied(folder, path, target) for folder in folders]
+        else:
+            check = _verified if options.action == "verify" else _listed
+            sound = [check(folder) for folder in folders]
+        if options.action == "list":
+            _list_leftovers(path, damaged)
     sys.exit(0 if all(sound) else 1)
+
+
+def _list_leftovers(path: Path, damaged: list[Path]) -> None:
+    from ..checkpointing.layout import leftovers_of
+
+    for folder in damaged:
+        print(
+            f"set aside {folder}: a run has renamed it when it could not be loaded; no run reads or removes it"
+        )
+    for folder in leftovers_of(path):
+        print(f"unfinished {folder}: a save was killed; `accelerate checkpoint prune` removes it")
+
+
+def _prune(folders: list[Path], path: Path, keep: int | None, is_dry: bool) -> None:
+    """Remove what killed saves have left below a path, and the oldest checkpoints beyond `keep`."""
+    from ..checkpointing.layout import discard, leftovers_of, superfluous
+
+    removed = leftovers_of(path)
+    if keep is not None and folders != [path]:
+        removed += superfluous(folders[0].parent, keep)
+    word = "would remove" if is_dry else "removed"
+    for folder in removed:
+        if not is_dry:
+            discard(folder)
+        print(f"{word} {folder}")
+    if not removed:
+        print(f"there is nothing to remove in {path}")
+
+
+def _copied(folder: Path, path: Path, target: Path) -> bool:
+    """Copy a checkpoint at or below `path` to its place at or below `target`."""
+    from ..checkpointing.copying import copy_checkpoint
+
+    start = time.perf_counter()
+    if folder != path:
+        target = target / folder.relative_to(path)
+    try:
+        manifest = copy_checkpoint(folder, target)
+    except (CheckpointError, OSError) as error:
+        print(f"BAD  {error}")
+        return False
+    seconds = time.perf_counter() - start
+    print(f"ok   {target}: {_about(manifest)}, copied in {seconds:.2f} s")
+    return True
 
 
 def _check_store(location: str, size: int, as_json: bool) -> bool:

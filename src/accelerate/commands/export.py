@@ -7,7 +7,7 @@ import time
 import warnings
 
 from ..core.errors import CheckpointError, ConfigurationError
-from ..core.files import user_path
+from ..core.files import location, user_path
 from .parser import Parser, exit_on
 
 
@@ -48,13 +48,15 @@ def main(argv: list[str] | None = None) -> None:
     warnings.simplefilter("ignore", FutureWarning)
     start = time.perf_counter()
     with exit_on(CheckpointError, ConfigurationError, ImportError, OSError):
-        source = user_path(args.checkpoint, "checkpoint")
+        source = location(args.checkpoint, "checkpoint")
         folder = user_path(args.folder, "folder")
         if folder.is_file():
             raise ConfigurationError(f"folder={args.folder!r} is a file; give a folder")
+        from ..checkpointing.copying import local_models
         from ..checkpointing.export_checkpoint import export_checkpoint
 
-        written = export_checkpoint(
-            source, folder, args.base, args.merge_adapters, args.max_shard_size
-        )
+        with local_models(source, folder) as checkpoint:
+            written = export_checkpoint(
+                checkpoint, folder, args.base, args.merge_adapters, args.max_shard_size
+            )
     print(f"{folder}, written in {time.perf_counter() - start:.1f} s: {written}")

@@ -7,8 +7,9 @@ import argparse
 import time
 from typing import Any
 
+from ..core.buckets import is_bucket
 from ..core.errors import CheckpointError, ConfigurationError
-from ..core.files import user_path
+from ..core.files import location, user_path
 from ..core.objects import size_of
 from .parser import command_parser, exit_on
 
@@ -53,12 +54,16 @@ def main(argv: list[str] | None = None) -> None:
 
 def merge_command(args: argparse.Namespace) -> None:
     """Run the command with parsed arguments. Raises what `merge` raises."""
+    from ..checkpointing.copying import local_models
     from ..checkpointing.merging import merge
 
     start = time.perf_counter()
-    source = user_path(args.checkpoint_directory, "checkpoint_directory")
+    source = location(args.checkpoint_directory, "checkpoint_directory")
     output = user_path(args.output_path, "output_path")
-    written = merge(source, output, not args.unsafe_serialization, args.remove_checkpoint_dir)
+    if args.remove_checkpoint_dir and is_bucket(args.checkpoint_directory):
+        raise ConfigurationError(f"--remove_checkpoint_dir removes local folders, and not {source}")
+    with local_models(source, output) as folder:
+        written = merge(folder, output, not args.unsafe_serialization, args.remove_checkpoint_dir)
     for file in written:
         print(f"{file.path}: {file.tensors} tensors, {size_of(file.size)}")
     print(f"merged in {time.perf_counter() - start:.1f} s")
