@@ -171,6 +171,27 @@ def test_what_rounding_changes_is_not_called_equal(certify, runs):
     assert certify("ddp:2").rows[0].difference.kind == "loss"
 
 
+def test_elements_with_an_unsteady_gradient_are_not_compared(certify, runs):
+    """Adam divides by the size of a gradient: an element that is almost zero moves its parameter by another number."""
+
+    def change(run, number, tensors):
+        gradient = tensors["gradient/second.weight"]
+        gradient.fill_(1.0)
+        gradient[0, 0] = 1e-3
+        if run.startswith("perturbed"):
+            gradient.mul_(1 + 1e-5)
+        if run == "0-ddp2":
+            gradient[0, 0] *= 1.05
+            for row, column in moved:
+                tensors["parameter/second.weight"][row, column] += 0.01
+
+    runs.change = change
+    moved = [(0, 0)]
+    assert certify("ddp:2").verdict == "equal"
+    moved.append((1, 1))
+    assert certify("ddp:2").rows[0].difference.name == "second.weight"
+
+
 def test_a_low_precision_has_a_verdict_of_its_own(certify, runs):
     def change(run, number, tensors):
         for name, tensor in tensors.items():

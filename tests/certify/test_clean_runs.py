@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.certify.certificate import CODES
-from accelerate.state import PartialState
-from accelerate.utils import MasterWeightsKwargs, TorchDynamoPlugin, set_seed
+from accelerate.utils import MasterWeightsKwargs, TorchDynamoPlugin
 
 STEPS = 3
 DATA_PARALLEL = ("ddp:2", "fsdp:2")
@@ -433,6 +432,7 @@ def double_precision() -> None:
     train(mlp().double(), loss_of=lambda model, x, y: mean_square(model, x.double(), y.double()))
 
 
+@clean()
 def compiled() -> None:
     train(accelerator=Accelerator(dynamo_plugin=TorchDynamoPlugin(backend="aot_eager")))
 
@@ -513,34 +513,19 @@ def saved_and_loaded() -> None:
 
 # ------------------------------------------------------------------------------------------------- the tests
 
-SEEDS = (0, 1, 2)
-
 
 def record(names: list[str], folder: Path, runs: dict[str, dict[str, Any]]) -> None:
     """Run on each rank."""
     os.environ["CLEAN_FOLDER"] = str(folder / "states")
-    programs = []
-    for name in names:
-        plain_name, _, seed = name.rpartition("-")
-        programs.append(seeded(globals()[plain_name], int(seed)))
+    programs = [certified.repetition(name, globals().__getitem__) for name in names]
     certified.record(programs, folder, runs)
-
-
-def seeded(program: Callable[[], None], seed: int) -> Callable[[], None]:
-    def run() -> None:
-        PartialState(cpu=True)
-        set_seed(seed)
-        program()
-
-    run.__name__ = f"{program.__name__}-{seed}"
-    return run
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_no_false_alarm(ranks, tmp_path, layout):
-    names = [f"{name}-{seed}" for name in LAYOUTS[layout] for seed in SEEDS]
+    names = certified.repetitions(LAYOUTS[layout])
     rows = certified.verdicts(ranks, record, names, layout, tmp_path, STEPS)
     alarms = [f"{name}: {row.text()}" for name, row in rows.items() if CODES[row.verdict]]
     assert not alarms, "\n".join(alarms)

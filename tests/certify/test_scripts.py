@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import runpy
 import sys
@@ -14,7 +15,6 @@ import certified
 import pytest
 
 from accelerate.certify.certificate import CODES
-from accelerate.state import PartialState
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PAGE = Path(__file__).parents[2] / "docs" / "exactness.md"
@@ -36,16 +36,13 @@ LAYOUTS = named_layouts()
 def record(names: list[str], folder: Path, runs: dict[str, dict[str, Any]]) -> None:
     """Run on each rank."""
     sys.path.insert(0, str(SCRIPTS))
-    certified.record([program(name) for name in names], folder, runs)
+    programs = [certified.repetition(name, program_of) for name in names]
+    certified.record(programs, folder, runs)
 
 
-def program(name: str) -> Callable[[], None]:
-    def run() -> None:
-        PartialState(cpu=True)
-        runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name="__main__")
-
-    run.__name__ = name
-    return run
+def program_of(name: str) -> Callable[[], Any]:
+    """The script of this name."""
+    return functools.partial(runpy.run_path, str(SCRIPTS / f"{name}.py"), run_name="__main__")
 
 
 def test_each_script_of_the_page_names_its_layouts() -> None:
@@ -57,6 +54,7 @@ def test_each_script_of_the_page_names_its_layouts() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_scripts_are_equal(ranks: Any, tmp_path: Path, layout: str) -> None:
-    rows = certified.verdicts(ranks, record, LAYOUTS[layout], layout, tmp_path, 4)
+    names = certified.repetitions(LAYOUTS[layout])
+    rows = certified.verdicts(ranks, record, names, layout, tmp_path, 4)
     alarms = [f"{name}: {row.text()}" for name, row in rows.items() if CODES[row.verdict]]
     assert not alarms, "\n".join(alarms)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import yaml
@@ -23,11 +24,35 @@ from accelerate.config import launch_file
 from accelerate.config.launch_settings import resolve_settings
 from accelerate.launchers import spec as launched
 from accelerate.launchers.plan import variables
+from accelerate.state import PartialState
+from accelerate.utils import set_seed
 
 # Seconds of the recorded runs of one layout.
 LIMIT = 600.0
 # A program of a test: what a script does, in a function at the top level of a module.
 Program = Callable[[], None]
+# Of the repetitions of correct programs; `CERTIFY_SEEDS="3 4 5"` repeats them with others.
+SEEDS = [int(seed) for seed in os.environ.get("CERTIFY_SEEDS", "0 1 2").split()]
+
+
+def repetitions(names: Sequence[str]) -> list[str]:
+    """Each program with each seed."""
+    return [f"{name}-{seed}" for name in names for seed in SEEDS]
+
+
+def repetition(name: str, program_of: Callable[[str], Program]) -> Program:
+    """A program of `repetitions`, which begins with its seed and adds it to those that it sets itself."""
+    plain_name, _, text = name.rpartition("-")
+    seed, program = int(text), program_of(plain_name)
+
+    def run() -> None:
+        PartialState(cpu=True)
+        set_seed(seed)
+        with mock.patch("accelerate.utils.set_seed", lambda own: set_seed(own + seed)):
+            program()
+
+    run.__name__ = name
+    return run
 
 
 @dataclass(frozen=True)

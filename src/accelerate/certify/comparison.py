@@ -20,8 +20,10 @@ SHARP = 1e-4
 # Above which effect nothing can be told of a tensor, and above which part of such tensors nothing of their kind.
 VAGUE = 0.1
 VAGUE_PART = 0.5
-# Tensors with fewer elements may be moved by little, by chance.
-FEW = 16
+# Tensors with at most so many elements may be moved by little, by chance: one or two of them are most of an error.
+FEW = 32
+# Elements of a gradient that change by more than this part are as good as rounded away for optimizers such as Adam.
+UNSTEADY = 1 / 32
 # Verdicts on a kind of tensors, and on a layout.
 EQUAL = "equal"
 EQUAL_PERTURBED = "equal up to perturbation"
@@ -163,13 +165,13 @@ class Comparison:
             if name in spreads:
                 change, spread = spreads[name]
                 floor = max(typical, self._rounding(number, expected[name], actual.get(name)))
-                if expected[name].numel() < FEW:
+                if expected[name].numel() <= FEW:
                     # Terms that cancel are rounded by more than their sum.
                     floor *= FACTOR
                 tolerance = FACTOR * max(change, floor * difference.size)
                 difference = replace(difference, tolerance=tolerance)
                 if kind == "gradient":
-                    self._decide(difference, expected[name])
+                    self._decide(difference, expected[name], actual.get(name))
                 total += difference.size**2
                 if spread > VAGUE and math.isfinite(difference.error):
                     vague += difference.size**2
@@ -202,10 +204,15 @@ class Comparison:
             reason = f"its shape is {list(actual.shape)}, and {list(expected.shape)} on one process"
         return Difference(number + 1, kind, plain, math.inf, reason=reason)
 
-    def _decide(self, gradient: Difference, expected: torch.Tensor) -> None:
-        """Note the elements of a gradient that are within the tolerance of zero."""
+    def _decide(
+        self, gradient: Difference, expected: torch.Tensor, actual: torch.Tensor | None
+    ) -> None:
+        """Note the elements of a gradient that rounding changes by much of their size, or may change so."""
         limit = gradient.tolerance / max(expected.numel(), 1) ** 0.5
-        undecided = (expected.abs() <= limit) & (expected != 0)
+        undecided = expected.abs() <= limit
+        if actual is not None and actual.shape == expected.shape:
+            undecided |= (actual - expected).abs() > UNSTEADY * expected.abs()
+        undecided &= expected != 0
         before = self._undecided.get(gradient.name)
         if before is not None and before.shape == undecided.shape:
             undecided |= before
@@ -224,7 +231,7 @@ class Comparison:
         assert self.perturbed is not None
         size = norm(self.reference[number][name])
         steps = [(self.reference[number], self.perturbed[number])]
-        if self.reference[number][name].numel() < FEW:
+        if self.reference[number][name].numel() <= FEW:
             steps = list(zip(self.reference, self.perturbed, strict=False))
         change = spread = 0.0
         for step, moved_step in steps:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A forward in bfloat16 by autocast. The gradients of each process are rounded to it before they are averaged."""
+"""A forward in bfloat16 by autocast. The gradients of each process are rounded to it before they are averaged.
+
+Certified in ddp:2 fsdp:2 tp:2 pp:2 cp:2 ddp:2xfsdp:2 fsdp:2xtp:2.
+"""
 
 import torch
 from models import Decoder, Documents, loss_of
