@@ -27,14 +27,19 @@ class Facts:
     """
 
     def __init__(self, comparison: Comparison, info: dict[str, Any]) -> None:
-        self._comparison = comparison
-        self._info = info
         self.first: Difference = comparison.differences[0]
         self.name: str = f"{self.first.kind}/{self.first.name}"
-        self._expected_step = comparison.reference[self.first.step - 1]
-        self._actual_step = comparison.layout[self.first.step - 1]
         self.processes: int = int(info.get("processes", 1))
         self.shards: int = int(info.get("shards", 1))
+        self._info = info
+        self._reference = comparison.reference
+        self._expected_step = comparison.reference[self.first.step - 1]
+        self._actual_step = comparison.layout[self.first.step - 1]
+        # Names of what differs in the same step.
+        self._different: dict[str, list[str]] = {}
+        for other in comparison.differences:
+            if other.step == self.first.step:
+                self._different.setdefault(other.kind, []).append(other.name)
 
     @functools.cached_property
     def actual(self) -> torch.Tensor:
@@ -98,27 +103,29 @@ class Facts:
         actual, expected = self._changes
         if not actual.ndim or len(actual) < 2:
             return False
+        factors = []
         pieces = zip(actual.chunk(self.processes), expected.chunk(self.processes), strict=True)
-        factors = [factor_of(*piece) for piece in pieces]
-        known = [factor for factor in factors if factor is not None]
-        return len(known) == len(factors) > 1 and max(known) - min(known) > _REST
+        for actual_piece, expected_piece in pieces:
+            factor = factor_of(actual_piece, expected_piece)
+            if factor is None:
+                return False
+            factors.append(factor)
+        return max(factors) - min(factors) > _REST
 
     @property
     def is_shifted(self) -> bool:
         """The same vector is added to each row."""
-        if self.actual.ndim < 2:
+        if self._row_errors is None or len(self._row_errors) < 2:
             return False
-        rows = (self.actual - self.expected).flatten(0, -2)
-        return len(rows) > 1 and float((rows - rows[0]).abs().max()) <= _REST * float(
-            rows.abs().max()
-        )
+        spread = self._row_errors - self._row_errors[0]
+        return bool(spread.abs().max() <= _REST * self._row_errors.abs().max())
 
     @property
     def rows(self) -> str:
         """How many rows differ, such as "3 of 8"; empty where all do."""
-        if self.actual.ndim < 2:
+        if self._row_errors is None:
             return ""
-        differ = (self.actual - self.expected).flatten(0, -2).abs().amax(-1) > self.first.tolerance
+        differ = self._row_errors.abs().amax(-1) > self.first.tolerance
         if bool(differ.all()):
             return ""
         return f"{int(differ.sum())} of {len(differ)}"
@@ -126,13 +133,8 @@ class Facts:
     @property
     def is_rare(self) -> bool:
         """Other tensors of this kind are equal in this step."""
-        same = [
-            other
-            for other in self._comparison.differences
-            if (other.step, other.kind) == (self.first.step, self.first.kind)
-        ]
         total = sum(name.startswith(f"{self.first.kind}/") for name in self._expected_step)
-        return len(same) < total
+        return len(self._different[self.first.kind]) < total
 
     @property
     def replica(self) -> str:
@@ -151,26 +153,30 @@ class Facts:
     @property
     def other_step(self) -> int:
         """The step of the reference in which a number is what it is in the layout; 0 if there is none."""
-        for number, step in enumerate(self._comparison.reference):
+        for number, step in enumerate(self._reference, 1):
             if self.name in step and torch.equal(step[self.name].double(), self.actual):
-                return number + 1
+                return number
         return 0
 
     @property
     def state(self) -> str:
         """The state of the same parameter that differs too, such as "exp_avg"; empty if none does."""
-        prefix = f"{self.first.name} "
-        for other in self._comparison.differences:
-            if (other.step, other.kind) == (self.first.step, "state") and prefix in other.name:
-                return other.name
-        return ""
+        states = self._different.get("state", [])
+        return next((name for name in states if f"{self.first.name} " in name), "")
+
+    @functools.cached_property
+    def _row_errors(self) -> torch.Tensor | None:
+        """The error of each row; None of a tensor of one dimension."""
+        if self.actual.ndim < 2:
+            return None
+        return (self.actual - self.expected).flatten(0, -2)
 
     @property
     def _changes(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The tensors, of parameters what this step has changed."""
         actual, expected = self.actual, self.expected
         if self.first.kind == "parameter" and not self.is_first_step:
-            before = self._comparison.reference[self.first.step - 2].get(self.name)
+            before = self._reference[self.first.step - 2].get(self.name)
             if before is not None:
                 return actual - before.double(), expected - before.double()
         return actual, expected

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -42,12 +41,12 @@ class RecordedRun(RunObserver):
 
     Args:
         settings: what to record.
-        run: with the prepared objects and the layout. The reference is weak.
+        run: with the prepared objects and the layout.
     """
 
     def __init__(self, settings: Settings, run: RunCheckpoints) -> None:
         self._settings = settings
-        self._run = weakref.ref(run)
+        self._run = run
         self._folder = Path(settings.folder)
         self._forward = FirstForward()
         self._steps = 0
@@ -71,16 +70,15 @@ class RecordedRun(RunObserver):
 
     def after_prepare(self, prepared: Any) -> None:
         """Remove the dropout of a model, and watch its first forward."""
-        run = self._run()
-        if run is None or not isinstance(prepared, PreparedModel):
+        if not isinstance(prepared, PreparedModel):
             return
         if not self._settings.dropout:
             remove_dropout(prepared.module)
         if self._settings.perturb:
-            perturb_outputs(prepared.inner, _computed_in(run))
+            perturb_outputs(prepared.inner, self._computed_in)
         if self._steps == 0:
-            prefix = contents.model_prefix(len(run.objects.models), prepared)
-            self._forward.watch(prepared, prefix, run.strategy)
+            prefix = contents.model_prefix(len(self._run.objects.models), prepared)
+            self._forward.watch(prepared, prefix, self._run.strategy)
 
     def batch(self, loader: Any, data: Any) -> None:
         """Note what the loop reads. It may change that in place."""
@@ -99,10 +97,9 @@ class RecordedRun(RunObserver):
 
     def after_backward(self, loss: Any, num_items: Any) -> None:
         """Note the loss and its weight in the mean over ranks."""
-        run = self._run()
-        if run is None or not isinstance(loss, torch.Tensor):
+        if not isinstance(loss, torch.Tensor):
             return
-        weight = run.accumulation.weight
+        weight = self._run.accumulation.weight
         if num_items is not None:
             weight = float(num_items)
         self._losses.append((plain(loss.detach()), weight))
@@ -111,46 +108,47 @@ class RecordedRun(RunObserver):
         self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None
     ) -> None:
         """Record gradients and the options of the optimizer."""
-        run = self._run()
-        if run is None or optimizer not in run.objects.optimizers:
+        objects = self._run.objects
+        if optimizer not in objects.optimizers:
             return
         if closure is None:
             if self._settings.perturb:
-                perturb_gradients(gradients_of(parameters_of(optimizer)), _computed_in(run))
-            self._record(run, "gradient", contents.gradients(run.objects, optimizer))
-        for name, value in contents.options(run.objects, optimizer).items():
+                parameters = parameters_of(optimizer)
+                perturb_gradients(gradients_of(parameters), self._computed_in)
+            self._record("gradient", contents.gradients(objects, optimizer))
+        for name, value in contents.options(objects, optimizer).items():
             self._tensors[f"options/{name}"] = value.to("cpu", copy=True)
 
     def after_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Record what the step has used and changed, and end the run after the last one."""
-        run = self._run()
-        if run is None or optimizer not in run.objects.optimizers:
+        objects = self._run.objects
+        if optimizer not in objects.optimizers:
             return
-        self._record_inputs(run)
-        models = run.objects.models
-        for prepared in models:
+        self._record_inputs()
+        for prepared in objects.models:
             prepared.reshard()
-        modules = [prepared.module for prepared in models]
-        contexts = [prepared.swappable() for prepared in models]
-        with run.precision.swap_in_master_weights(modules, [optimizer.optimizer], contexts):
-            parameters, buffers = contents.parameters_and_buffers(run.objects)
-            self._record(run, "parameter", parameters)
-            self._record(run, "buffer", buffers)
-            self._record(run, "state", contents.optimizer_state(run.objects, optimizer))
+        modules = [prepared.module for prepared in objects.models]
+        contexts = [prepared.swappable() for prepared in objects.models]
+        precision = self._run.precision
+        with precision.swap_in_master_weights(modules, [optimizer.optimizer], contexts):
+            parameters, buffers = contents.parameters_and_buffers(objects)
+            self._record("parameter", parameters)
+            self._record("buffer", buffers)
+            self._record("state", contents.optimizer_state(objects, optimizer))
         self._write()
         self._steps_of[optimizer] = self._steps_of.get(optimizer, 0) + 1
-        steps = [self._steps_of.get(other, 0) for other in run.objects.optimizers]
+        steps = [self._steps_of.get(other, 0) for other in objects.optimizers]
         limit = self._settings.steps
         if min(steps) >= limit or max(steps) >= 4 * limit:
-            self._end(run)
+            self._end()
 
     # -- parts of a step
 
-    def _record_inputs(self, run: RunCheckpoints) -> None:
+    def _record_inputs(self) -> None:
         """Record batches, losses, and in the first step what modules have returned."""
         self._forward.stop()
         if self._is_reader is None:
-            shards = on_all_ranks(run.strategy.data_shard[0])
+            shards = on_all_ranks(self._run.strategy.data_shard[0])
             self._is_reader = shards.index(shards[rank()]) == rank()
         samples: Tensors | None = None
         if self._is_reader:
@@ -182,10 +180,10 @@ class RecordedRun(RunObserver):
             with contextlib.suppress(RuntimeError):
                 self._tensors[name] = torch.cat(parts)
 
-    def _record(self, run: RunCheckpoints, kind: str, tensors: Tensors) -> None:
+    def _record(self, kind: str, tensors: Tensors) -> None:
         """Join tensors, and note the first one of which ranks have different copies."""
         if self._is_large is None:
-            self._is_large = contents.size_of(run.objects) > LARGE
+            self._is_large = contents.size_of(self._run.objects) > LARGE
         for name, tensor in join(tensors, self._is_large).items():
             self._tensors[f"{kind}/{name}"] = tensor
         if kind == "state":
@@ -199,7 +197,7 @@ class RecordedRun(RunObserver):
             "kind": kind,
             "name": name,
             "rank": second,
-            "dimension": _dimension_between(run, first, second),
+            "dimension": self._dimension_between(first, second),
         }
         if kind == "buffer":
             # A layout may leave them to each rank.
@@ -217,7 +215,8 @@ class RecordedRun(RunObserver):
             torch.save(self._tensors, self._folder / f"step_{number}.pt")
         self._begin_step()
 
-    def _end(self, run: RunCheckpoints) -> None:
+    def _end(self) -> None:
+        run = self._run
         if rank() == 0:
             info = {
                 **self._notes,
@@ -231,29 +230,25 @@ class RecordedRun(RunObserver):
         run.loop.remove(self)
         if self._settings.exits:
             # Blocks that the exception leaves may still save, log and communicate.
-            atexit.register(_end_training, weakref.ref(run))
+            atexit.register(run.end_training)
             raise SystemExit(0)
 
+    # -- the layout
 
-def _end_training(reference: weakref.ref[RunCheckpoints]) -> None:
-    run = reference()
-    if run is not None:
-        run.end_training()
+    @property
+    def _computed_in(self) -> torch.dtype:
+        """The dtype that rounds more than those of the tensors, if there is one."""
+        dtype: torch.dtype = getattr(self._run.precision, "dtype", torch.float64)
+        return dtype
 
-
-def _computed_in(run: RunCheckpoints) -> torch.dtype:
-    """The dtype that rounds more than those of the tensors, if there is one."""
-    dtype: torch.dtype = getattr(run.precision, "dtype", torch.float64)
-    return dtype
-
-
-def _dimension_between(run: RunCheckpoints, first: int, second: int) -> str:
-    """The dimensions of the layout in which two ranks have another place, such as "ddp"."""
-    layout = getattr(run.strategy, "layout", None)
-    if layout is None:
-        return "ddp"
-    places, other_places = mesh.coordinates(layout, first), mesh.coordinates(layout, second)
-    return "x".join(name for name, key in FIELDS.items() if places[key] != other_places[key])
+    def _dimension_between(self, first: int, second: int) -> str:
+        """The dimensions in which two ranks have another place, such as "ddp"."""
+        layout = getattr(self._run.strategy, "layout", None)
+        if layout is None:
+            return "ddp"
+        places = mesh.coordinates(layout, first)
+        others = mesh.coordinates(layout, second)
+        return "x".join(name for name, key in FIELDS.items() if places[key] != others[key])
 
 
 def _weighted_mean(shares: Iterable[tuple[float, float]]) -> float:

@@ -9,7 +9,6 @@ import json
 import os
 import statistics
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,12 +101,12 @@ class ReplayedRun(RunObserver):
 
     Args:
         settings: of the replay.
-        run: with the prepared objects. The reference is weak.
+        run: with the prepared objects.
     """
 
     def __init__(self, settings: ReplaySettings, run: RunCheckpoints) -> None:
         self._settings = settings
-        self._run = weakref.ref(run)
+        self._run = run
         self._rank = PartialState().process_index
         self._base = 0  # steps before the checkpoint
         self._step = 1  # the present one
@@ -125,12 +124,11 @@ class ReplayedRun(RunObserver):
         """Count from the checkpoint."""
         self._base = step
         self._step = step + 1
-        run = self._run()
-        if run is not None and self._settings.perturb:
+        if self._settings.perturb:
             # It imports torch's distributed tensors.
             from ..certify.reference import perturb
 
-            for prepared in run.objects.models:
+            for prepared in self._run.objects.models:
                 perturb(prepared.module)
 
     def after_prepare(self, prepared: Any) -> None:
@@ -167,16 +165,15 @@ class ReplayedRun(RunObserver):
         self, optimizer: AcceleratedOptimizer, closure: Callable[[], Any] | None
     ) -> None:
         """Look at the gradients."""
-        run = self._run()
         is_last = self._base + optimizer.steps_made + 1 == self._settings.step
         is_dumped = is_last and self._settings.dump is not None
-        if run is None or not (is_dumped or self._settings.find):
+        if not (is_dumped or self._settings.find):
             return
         # It imports torch's distributed tensors.
         from ..certify.contents import gradients
 
         optimizer.unscale()
-        tensors = gradients(run.objects, optimizer)
+        tensors = gradients(self._run.objects, optimizer)
         # A backward begins with the last one.
         for name in reversed(tensors):
             values = local(tensors[name])
@@ -190,8 +187,7 @@ class ReplayedRun(RunObserver):
     def after_step(self, optimizer: AcceleratedOptimizer) -> None:
         """End the run after the last step."""
         step = self._base + optimizer.steps_made
-        run = self._run()
-        if step < self._step or run is None:
+        if step < self._step:
             return
         self._batches, self._losses = [], []
         self._step = step + 1
@@ -200,9 +196,9 @@ class ReplayedRun(RunObserver):
                 self._note_spike()
             path = Path(self._settings.folder) / f"note_{self._rank}.json"
             path.write_text(json.dumps(self._note))
-            run.loop.remove(self)
+            self._run.loop.remove(self)
             # Blocks that the exception leaves may still communicate.
-            atexit.register(run.end_training)
+            atexit.register(self._run.end_training)
             raise SystemExit(0)
 
     def _check(self, kind: str, name: str, tensor: torch.Tensor) -> None:
