@@ -740,7 +740,6 @@ class Accelerator(RunInterface):
 
         first_shard, _ = self.strategy.data_shard
         if self._changes is not None:
-            first_shard *= self._changes.joined(self.strategy.data_shard)
             data_loader = self._changes.source(data_loader)
         prepared = prepare_data_loader(
             data_loader,
@@ -761,7 +760,7 @@ class Accelerator(RunInterface):
             **replaceable,
         )
         if self._changes is not None:
-            prepared = self._changes.loader(prepared, self.strategy.data_shard)
+            prepared = self._changes.loader(prepared, self.strategy.data_shard[1])
         self._objects.dataloaders.append(prepared)
         self._checkpoints.controller.add_loader(prepared)
         prepared.loop = self._loop

@@ -276,8 +276,9 @@ def test_another_installation_has_a_tolerance(certify, runs, tmp_path, monkeypat
 def test_a_reference_of_several_ranks_reads_as_many_batches(certify, runs):
     reference = layouts.parse("ddp:2")
     assert certify("fsdp:2", reference=reference).verdict == "equal"
-    with pytest.raises(ConfigurationError, match="--reference ddp:2"):
-        certify("tp:2", reference=reference)
+    for other in ("tp:2", "ddp:4"):
+        with pytest.raises(ConfigurationError, match="--reference ddp:2"):
+            certify(other, reference=reference)
     assert certify("fsdp:2xtp:2", reference=layouts.parse("tp:2")).verdict == "equal"
 
 
@@ -379,7 +380,6 @@ def test_the_worst_verdict_is_that_of_the_command(certify, runs):
         ({"program": "missing.py"}, "missing.py"),
         ({"cpu": False}, "ddp:2 needs 2 devices"),
         ({"base": {"distributed_type": "DEEPSPEED"}}, "distributed_type: DEEPSPEED"),
-        ({"base": {"num_machines": 2}}, "num_machines: 2"),
         ({"base": {"compute_environment": "AMAZON_SAGEMAKER"}}, "compute_environment"),
     ],
 )
@@ -445,9 +445,9 @@ def test_the_layout_replaces_that_of_a_configuration_file():
     made = layouts.parse("fsdp:2xtp:2").configuration(False, base)
     assert made["fsdp_config"]["fsdp_offload_params"] is True
     assert made["distributed_type"] == "FSDP"
+    sizes = {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "sp": 1, "tp": 2}
     assert made["parallelism_config"] == {
         "parallelism_config_cp_comm_strategy": "alltoall",
-        "parallelism_config_dp_shard_size": 2,
-        "parallelism_config_tp_size": 2,
+        **{f"parallelism_config_{name}_size": size for name, size in sizes.items()},
     }
     assert layouts.SINGLE.configuration(False, base)["distributed_type"] == "NO"

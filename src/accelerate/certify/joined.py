@@ -32,21 +32,18 @@ from ..data_loader.split import SplitLoader, samples_in
 from ..data_loader.steps import ReadPlan, ShardSplit, ShardStep, StreamPosition
 
 
-class JoinedShards:
-    """Consecutive shards that a process reads, and the random generators that each has in its own process.
+class ShardGenerators:
+    """The states of the random generators in the process of each shard.
 
-    The states differ from those of the first shard on which a data set or a `collate_fn` draws. What the loop draws
-    moves the generators of all shards that have the state of the first one.
+    They differ from the first shard on which a data set or a `collate_fn` draws. What the loop draws moves the
+    generators of all shards that have the state of the first one.
 
     Args:
-        count: their number.
-        process, processes: which of the processes this is, that read all shards together.
+        shards: their number.
     """
 
-    def __init__(self, count: int, process: int = 0, processes: int = 1) -> None:
-        self.count = count
-        self.process = process
-        self.processes = processes
+    def __init__(self, shards: int) -> None:
+        self.shards = shards
         self._states: list[States] = []
         self._worker_seed: int | None = None
 
@@ -66,7 +63,7 @@ class JoinedShards:
         is_new_worker = worker is not None and worker.seed != self._worker_seed
         if is_new_worker or not self._states:
             # A worker process begins with a seed that all shards share.
-            self._states = [present] * self.count
+            self._states = [present] * self.shards
         if worker is not None:
             self._worker_seed = worker.seed
         first = self._states[0]
@@ -87,12 +84,12 @@ class JoinedBatches(Dataset[Any]):
 
     Args:
         loader: whose data set and `collate_fn` are used.
-        shards: whose parts are joined.
+        generators: of the shards.
     """
 
-    def __init__(self, loader: DataLoader[Any], shards: JoinedShards) -> None:
+    def __init__(self, loader: DataLoader[Any], generators: ShardGenerators) -> None:
         self.dataset: Any = loader.dataset
-        self.shards = shards
+        self.generators = generators
         self._collate: Callable[[Any], Any] = loader.collate_fn
         self._is_batched = loader.batch_sampler is not None or loader.batch_size is not None
 
@@ -123,7 +120,7 @@ class JoinedBatches(Dataset[Any]):
 
         batches = []
         samples: list[Any] = []
-        pairs = self.shards.each(read_part, parts)
+        pairs = self.generators.each(read_part, parts)
         for (samples_of_shard, batch), (_, is_counted) in zip(pairs, parts, strict=True):
             if is_counted:
                 batches.append(batch)
@@ -168,10 +165,10 @@ def _is_number(value: Any) -> bool:
 
 @dataclass
 class JoinedPlan(ReadPlan):
-    """A plan in which each process reads several consecutive shards of a step. `cut` counts processes.
+    """A plan of a process that reads a step of all shards.
 
     Fields:
-        joined: the shards that a process reads.
+        joined: their number.
     """
 
     joined: int = 1
@@ -180,52 +177,50 @@ class JoinedPlan(ReadPlan):
     def _batches_in_step(self) -> int:
         if self.cut.split:
             return 1
-        return self.cut.shards * self.joined
+        return self.joined
 
     def steps(self, stream: Iterator[Any], start: int = 0) -> Iterator[ShardStep]:
-        """The steps of this process: what each of its shards reads, and whether it is more than a placeholder."""
-        shards = self.cut.shards * self.joined
-        first = self.cut.index * self.joined
+        """The joined steps: what each shard reads, and whether it is more than a placeholder."""
         steps = []
-        for index, elements in enumerate(itertools.tee(stream, self.joined), first):
-            cut = dataclasses.replace(self.cut, shards=shards, index=index)
-            plan = dataclasses.replace(self, cut=cut, joined=1)
+        for index, elements in enumerate(itertools.tee(stream, self.joined)):
+            cut = dataclasses.replace(self.cut, shards=self.joined, index=index)
+            plan = dataclasses.replace(self, cut=cut)
             steps.append(ReadPlan.steps(plan, elements, start))
-        for of_shards in itertools.zip_longest(*steps):
-            # A shard may have no step left.
-            present = [step for step in of_shards if step is not None]
-            counts = present[0].counts
-            parts = []
-            for index, step in enumerate(present, first):
-                # Without samples, `exact` reads a placeholder.
-                is_placeholder = self.cut.exact and counts is not None and not counts[index]
-                parts.append((step.data, not is_placeholder))
-            if counts is not None:
-                starts = range(0, shards, self.joined)
-                counts = tuple(sum(counts[i : i + self.joined]) for i in starts)
-            yield ShardStep(parts, counts, present[0].position)
+        return map(self._join, itertools.zip_longest(*steps))
+
+    def _join(self, steps: tuple[ShardStep | None, ...]) -> ShardStep:
+        # A shard may have no step left.
+        present = [step for step in steps if step is not None]
+        parts = [(step.data, True) for step in present]
+        counts = present[0].counts
+        if counts is not None:
+            if self.cut.exact:
+                # A shard without samples reads a placeholder.
+                pairs = zip(present, counts, strict=False)
+                parts = [(step.data, count > 0) for step, count in pairs]
+            counts = (sum(counts),)
+        return ShardStep(parts, counts, present[0].position)
 
 
 class _Joined(PreparedLoader):
-    """A loader that joins shards, which `around` takes as the argument `shards`."""
+    """A loader that joins shards, whose generators `around` takes as the argument `generators`."""
 
-    shards: JoinedShards
+    generators: ShardGenerators
 
     def _configure(self, **options: Any) -> None:
-        self.shards = options.pop("shards")
+        self.generators = options.pop("generators")
         super()._configure(**options)
 
     def options(self) -> dict[str, Any]:
         """The arguments with which `around` makes another loader like this one."""
-        return {**super().options(), "shards": self.shards}
+        return {**super().options(), "generators": self.generators}
 
     def plan(self) -> ReadPlan:
-        """The order of the samples, and how it is split between processes that read several shards."""
+        """The order of the samples, whose steps this process reads entirely."""
         plan = super().plan()
+        plan.cut = dataclasses.replace(plan.cut, shards=1, index=0)
         fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-        shards = self.shards
-        fields["cut"] = dataclasses.replace(plan.cut, shards=shards.processes, index=shards.process)
-        return JoinedPlan(**fields, joined=shards.count)
+        return JoinedPlan(**fields, joined=self.generators.shards)
 
     def _share(self, plan: ReadPlan, order: Order) -> None:
         super()._share(plan, order)
@@ -238,14 +233,14 @@ class JoinedLoader(_Joined, DataLoaderShard):
 
     def _open_source(self) -> BatchSource:
         base = self.base_dataloader
-        batches = JoinedBatches(base, self.shards)
+        batches = JoinedBatches(base, self.generators)
         if is_iterable(base):
             return BatchSource(altered(base, collate_fn=batches.collate))
         return BatchSource(altered(base, dataset=batches, collate_fn=as_is))
 
     def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         if self.base_dataloader.generator is None and not order.resumes:
-            self.shards.begin_pass()
+            self.generators.begin_pass()
         return super()._open(plan, order, start)
 
 
@@ -272,17 +267,18 @@ class JoinedSplitLoader(_Joined, SplitLoader):
     def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         if self.unsplit is None or start.consumed:
             raise _unreadable("a dataset that was split for the processes, or the rest of an epoch")
-        opened = self.shards.each(self._open_shard, range(self.shards.count))
+        opened = self.generators.each(self._open_shard, range(self.generators.shards))
         position = 0
         is_last = False
         while not is_last:
-            steps = self.shards.each(lambda shard: next(shard, None), opened)
+            steps = self.generators.each(lambda shard: next(shard, None), opened)
             if None in steps:
                 return
             ends = [step.last for step in steps]
-            counts = [samples_in(step) for step in steps]
             is_last = any(ends)
-            if not plan.drop_last and (len(set(counts)) > 1 or is_last != all(ends)):
+            counts = [samples_in(step) for step in steps]
+            is_uneven = len(set(counts)) > 1 or is_last != all(ends)
+            if is_uneven and not plan.drop_last:
                 raise _unreadable("the end of an epoch whose shards have different lengths")
             position += plan.stride
             if position > plan.skip:
@@ -290,33 +286,37 @@ class JoinedSplitLoader(_Joined, SplitLoader):
                 yield ShardStep(data, (sum(counts),), StreamPosition(position), is_last)
 
     def _open_shard(self, shard: int) -> Iterator[ShardStep]:
-        dataset = self.unsplit.shard(num_shards=self.shards.count, index=shard)
+        dataset = self.unsplit.shard(num_shards=self.generators.shards, index=shard)
         dataset.set_epoch(self.iteration)
         source = BatchSource(altered(self.base_dataloader, dataset=dataset))
-        plan = dataclasses.replace(SplitLoader.plan(self), cut=ShardSplit(), skip=0)
+        plan = SplitLoader.plan(self)
+        plan.cut = ShardSplit()
+        plan.skip = 0
         return source.open(plan, self._new_order(), StreamPosition())
 
 
-def join_shards(loader: Any, shards: JoinedShards) -> DataLoader[Any]:
-    """A loader with what several shards read.
+_KINDS: dict[type, Any] = {
+    DataLoaderShard: JoinedLoader,
+    DataLoaderDispatcher: JoinedDispatcher,
+    SplitLoader: JoinedSplitLoader,
+}
+
+
+def join_shards(loader: Any, generators: ShardGenerators) -> DataLoader[Any]:
+    """A loader with what all shards read.
 
     Args:
-        loader: the prepared loader of the first shard that this process reads.
-        shards: what this process reads.
+        loader: the prepared loader of the first shard.
+        generators: of the shards.
 
     Raises:
         PrepareError: only the processes of the layout itself can read this loader's shards.
     """
-    kinds: dict[type, Any] = {DataLoaderShard: JoinedLoader}
-    if shards.processes == 1:
-        kinds[DataLoaderDispatcher] = JoinedDispatcher
-        kinds[SplitLoader] = JoinedSplitLoader
-    kind = kinds.get(type(loader))
-    if kind is None or not is_native(loader.base_dataloader):
+    kind = _KINDS.get(type(loader))
+    base = loader.base_dataloader
+    if kind is None or not is_native(base):
         raise _unreadable(f"this {type(loader).__name__}")
-    prepared: DataLoader[Any] = kind.around(
-        loader.base_dataloader, **loader.options(), shards=shards
-    )
+    prepared: DataLoader[Any] = kind.around(base, **loader.options(), generators=generators)
     return prepared
 
 

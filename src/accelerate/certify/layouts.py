@@ -63,25 +63,22 @@ class Layout:
         settings = {key: value for key, value in base.items() if key not in _REPLACED}
         settings["num_processes"] = self.processes
         settings["use_cpu"] = cpu
-        settings["distributed_type"] = "NO"
-        if self.processes > 1 and cpu:
-            settings["distributed_type"] = "MULTI_CPU"
-        elif self.processes > 1:
-            settings["distributed_type"] = "MULTI_GPU"
-        if {"fsdp", "cp", "sp"} & set(self.sizes):
-            settings["distributed_type"] = "FSDP"
+        names = set(self.sizes)
+        kind = "NO"
+        if names:
+            kind = "MULTI_GPU"
+        if names and cpu:
+            kind = "MULTI_CPU"
+        if names & {"fsdp", "cp", "sp"}:
+            kind = "FSDP"
             defaults = {"fsdp_version": "2", "fsdp_cpu_ram_efficient_loading": False}
             settings["fsdp_config"] = {**defaults, **base.get("fsdp_config", {})}
-        if set(self.sizes) - {"ddp", "fsdp"} or len(self.sizes) > 1:
-            options = {
-                key: value
-                for key, value in base.get("parallelism_config", {}).items()
-                if not key.endswith("_size")
-            }
-            sizes = {
-                f"parallelism_config_{FIELDS[name]}_size": size for name, size in self.sizes.items()
-            }
-            settings["parallelism_config"] = options | sizes
+        if len(names) > 1 or names - {"ddp", "fsdp"}:
+            options = dict(base.get("parallelism_config", {}))
+            for name, field in FIELDS.items():
+                options[f"parallelism_config_{field}_size"] = self.sizes.get(name, 1)
+            settings["parallelism_config"] = options
+        settings["distributed_type"] = kind
         return settings
 
 
@@ -150,9 +147,4 @@ def check_base(base: Mapping[str, Any], origin: str) -> None:
     if kind not in ("NO", "FSDP") and not str(kind).startswith("MULTI_"):
         raise ConfigurationError(
             f"distributed_type: {kind} ({origin}) is no layout that can be compared with one process: use FSDP or ddp"
-        )
-    machines = base.get("num_machines") or 1
-    if machines > 1:
-        raise ConfigurationError(
-            f"num_machines: {machines} ({origin}): layouts are certified on one machine"
         )

@@ -11,7 +11,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,20 @@ from .settings import Settings
 LARGE = 1 << 30
 # What the file of a step has of it, in this order.
 KINDS = ("batch", "output", "loss", "gradient", "options", "parameter", "buffer", "state")
+
+
+class _Inputs(NamedTuple):
+    """What a rank has read and computed in a step.
+
+    Fields:
+        losses: (loss, weight).
+        batches: their number.
+        samples: the tensors of batches and outputs by name; None on a rank that reads those of another one.
+    """
+
+    losses: list[tuple[float, float]]
+    batches: int
+    samples: Tensors | None
 
 
 class RecordedRun(RunObserver):
@@ -150,24 +164,25 @@ class RecordedRun(RunObserver):
         if self._is_reader is None:
             shards = on_all_ranks(self._run.strategy.data_shard[0])
             self._is_reader = shards.index(shards[rank()]) == rank()
+        losses = [(float(loss), weight) for loss, weight in self._losses]
         samples: Tensors | None = None
         if self._is_reader:
             samples = self._samples
             for name, output in self._forward.outputs.items():
                 samples[f"output/{name}"] = output
         self._forward.outputs.clear()
-        losses = [(float(loss), weight) for loss, weight in self._losses]
-        of_ranks = from_ranks((losses, samples, self._batches))
+        of_ranks = from_ranks(_Inputs(losses, self._batches, samples))
         if not of_ranks:
             return
-        readers = [message for message in of_ranks if message[1] is not None]
-        batches = [message[2] for message in readers]
-        if len(set(batches)) > 1:
-            self._notes.setdefault("uneven", {"step": self._steps + 1, "batches": batches})
-        self._join_samples([message[1] for message in readers])
-        for i, shares in enumerate(zip(*[message[0] for message in of_ranks], strict=False)):
+        losses_of_ranks = [inputs.losses for inputs in of_ranks]
+        for i, shares in enumerate(zip(*losses_of_ranks, strict=False)):
             dtype = self._losses[i][0].dtype
             self._tensors[f"loss/{i}"] = torch.tensor(_weighted_mean(shares), dtype=dtype)
+        readers = [inputs for inputs in of_ranks if inputs.samples is not None]
+        batches = [inputs.batches for inputs in readers]
+        if len(set(batches)) > 1:
+            self._notes.setdefault("uneven", {"step": self._steps + 1, "batches": batches})
+        self._join_samples([inputs.samples for inputs in readers])
 
     def _join_samples(self, shards: list[Tensors]) -> None:
         """Record what shards of the data have read and computed, in their order."""

@@ -24,7 +24,7 @@ from ..parallel.gradients import local
 from ..run.resolve import Request
 from ..state import AcceleratorState
 from ..torch_internals.compiled import uncompiled
-from .joined import JoinedShards, join_shards
+from .joined import ShardGenerators, join_shards
 from .layouts import FIELDS, text_of
 from .settings import Settings
 
@@ -95,7 +95,8 @@ class Changes:
         self._dtype: torch.dtype | None = None
         if settings.dtype is not None:
             self._dtype = getattr(torch, settings.dtype)
-        self._shards: JoinedShards | None = None
+        # Shared by all loaders of the process.
+        self._generators = ShardGenerators(settings.shards)
 
     def begin(self, request: Request) -> Request:
         """Change the process and what its script has requested."""
@@ -147,29 +148,11 @@ class Changes:
         """The shards of the data in a layout with so many."""
         return self.settings.shards or shards
 
-    def joined(self, data_shard: tuple[int, int]) -> int:
-        """The shards that each process reads.
-
-        Raises:
-            ConfigurationError: they cannot be given to the processes of the reference equally.
-        """
-        processes = data_shard[1]
-        shards = self.data_shards(processes)
-        if shards % processes:
-            raise ConfigurationError(
-                f"--reference: its {processes} data shards cannot read what {shards} read equally. Give one with a "
-                f"divisor of {shards}"
-            )
-        return shards // processes
-
-    def loader(self, loader: DataLoader[Any], data_shard: tuple[int, int]) -> DataLoader[Any]:
-        """A prepared loader, with the shards that this process reads."""
-        joined = self.joined(data_shard)
-        if joined == 1:
-            return loader
-        if self._shards is None:
-            self._shards = JoinedShards(joined, *data_shard)
-        return join_shards(loader, self._shards)
+    def loader(self, loader: DataLoader[Any], data_shards: int) -> DataLoader[Any]:
+        """A prepared loader; in a reference with one data shard, one of all shards of the layout."""
+        if data_shards == 1 and self.settings.shards > 1:
+            return join_shards(loader, self._generators)
+        return loader
 
 
 def _collated(collate: Callable[[Any], Any], dtype: torch.dtype, samples: Any) -> Any:

@@ -191,12 +191,12 @@ class Reference:
         """The runs on the samples that so many data shards read together.
 
         Raises:
-            ConfigurationError: they cannot be divided between the data shards of the reference.
+            ConfigurationError: the reference has another number of data shards.
         """
-        if shards % self.layout.shards:
+        if self.layout.shards not in (1, shards):
             raise ConfigurationError(
-                f"--reference {self.layout.text} reads {self.layout.shards} batches at a time, and the layout "
-                f"{shards}: use a reference whose number of batches divides that"
+                f"--reference {self.layout.text} has {self.layout.shards} data shards, and the layout {shards}: use a "
+                "reference with 1, such as tp:2, or with as many"
             )
         if shards not in self._pairs:
             folder = self.folder / f"reference-{shards}"
