@@ -1397,6 +1397,20 @@ class Accelerator(RunInterface):
         """
         return self._checkpoints.resume(signals, exit_code)
 
+    def request_stop(self) -> None:
+        """Save and end the run at the next safe point, on all processes, as if SIGTERM had reached this one.
+
+        Any process may call it, also in a signal handler. Before the first step it ends the process.
+
+        Raises:
+            ConfigurationError: `resume` was not called.
+
+        Example:
+            if time.time() > budget:
+                accelerator.request_stop()
+        """
+        self._checkpoints.controller.request_stop()
+
     @property
     def resumed(self) -> LoadReport | None:
         """What `resume` loaded; None if the run starts from scratch. With `resume="auto"`, reading it loads."""

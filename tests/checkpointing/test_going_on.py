@@ -156,7 +156,7 @@ def test_an_evaluation_is_not_cut_in_two(tmp_path):
 
 
 def test_where_no_step_shows_itself_models_in_training_mode_do(tmp_path):
-    run = Run(tmp_path, stop_at=3)
+    run = Run(tmp_path, stop_at=6)
     run.accelerator.resume()
     run.model.eval()
     for _ in run.evaluation:
@@ -169,7 +169,7 @@ def test_where_no_step_shows_itself_models_in_training_mode_do(tmp_path):
 
     with pytest.raises(SystemExit):
         loop()
-    assert run.batches == 5
+    assert run.batches == 6
 
 
 def test_what_is_prepared_later_is_stopped_too(tmp_path):

@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asked to stop, a run saves on all ranks, exits with a code, and goes on to the parameters it would have had."""
 
+import logging
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from rank_pool import on_ranks
 from ranks import run_ranks, run_script
+
+from accelerate import Accelerator
+from accelerate.checkpointing.layout import read_manifest
+from accelerate.utils import ProjectConfiguration
 
 WORKER = Path(__file__).parents[1] / "distributed" / "workers" / "preempted.py"
 
@@ -32,3 +41,90 @@ def test_stopped_and_gone_on(world, exit_code, ranks, tmp_path):
     expected = parameters(whole)
     for name, value in parameters(cut).items():
         assert torch.equal(value, expected[name]), name
+
+
+# Of a save of more than 1.8 seconds: all, all but the average of the weights, or nothing fits.
+@on_ranks(1)
+@pytest.mark.parametrize(("seconds", "saved"), [("9", "whole"), ("2", "brief"), ("1", None)])
+def test_what_is_saved_depends_on_the_time(seconds, saved, tmp_path):
+    os.environ["ACCELERATE_STOP_WITHIN"] = seconds
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("accelerate").addHandler(handler)
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(torch.ones(8, 64), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    average = accelerator.track_average(model)
+    state_dict = average.state_dict
+
+    def slow_state_dict():
+        time.sleep(1.8)
+        return state_dict()
+
+    average.state_dict = slow_state_dict
+    accelerator.resume()
+    with pytest.raises(SystemExit) as stopped:
+        for step, batch in enumerate(loader):
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                begin = time.monotonic()
+                accelerator.save_state()
+                taken = time.monotonic() - begin
+            if step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+                if saved == "brief":
+                    # Less than the save takes, and more than half of it.
+                    time.sleep(2 - 0.3 - 0.75 * taken)
+    assert stopped.value.code == 143
+    names = sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir())
+    [text] = [text for text in records if "stop requested (SIGTERM)" in text]
+    if saved is None:
+        assert names == ["checkpoint_0"]
+        assert "checkpoint_0" in text and "3 steps old" in text
+        return
+    assert names == ["checkpoint_0", "checkpoint_1"]
+    assert read_manifest(tmp_path / "checkpoints" / "checkpoint_1").progress["step"] == 5
+    size = (tmp_path / "checkpoints" / "checkpoint_1" / "session.safetensors").exists()
+    assert size == (saved == "whole")
+
+
+STUCK = """
+import os, signal, sys, time, torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+
+accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(sys.argv[1], automatic_checkpoint_naming=True))
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.ones(16, 2), batch_size=1)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+accelerator.resume()
+for step, batch in enumerate(loader):
+    accelerator.backward(model(batch).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 1:
+        accelerator.save_state()
+    if step == 4:
+        if accelerator.is_main_process:
+            print(time.time(), flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        accelerator.wait_for_everyone()
+"""
+
+
+def test_ranks_that_do_not_meet_end_at_the_deadline(tmp_path):
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK)
+    ended = run_ranks(script, 2, tmp_path, env={"ACCELERATE_STOP_WITHIN": "2"}, check=False)
+    seconds = time.time() - float(ended[0].stdout)
+    assert [rank.returncode for rank in ended] == [143, 143], ended
+    assert seconds < 6
+    assert "3 steps old" in ended[0].stderr and "checkpoint_0" in ended[0].stderr

@@ -260,6 +260,7 @@ def test_twenty_launches_at_once(tmp_path):
         (["--num_processes", "0"], "is out of range: use 1"),
         (["--num_processes", "-1"], "--num_processes=-1 is out of range"),
         (["--num_processes", "two"], "not an integer"),
+        (["--stop_within", "0.5"], "--stop_within=0.5 is out of range"),
         (["--mixed_precision", "bf61"], "did you mean bf16"),
         (["--cpu", "--multi_gpu"], "contradict"),
         (["--config_file", "/no/such/file.yaml"], "does not exist"),

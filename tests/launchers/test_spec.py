@@ -216,6 +216,7 @@ def test_a_kubernetes_manifest_is_whole():
         "num_machines": 2,
         "image": "i:1",
         "mixed_precision": "bf16",
+        "stop_within": 90.5,
     }
     settings = resolve_settings(flags)
     launcher = choose(planning.plan(settings, Program("/app/my_train.py", ("--lr", "1"))), settings)
@@ -237,6 +238,8 @@ def test_a_kubernetes_manifest_is_whole():
     assert pod["subdomain"] == service["metadata"]["name"] and pod["restartPolicy"] == "Never"
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
     assert {"name": "ACCELERATE_MIXED_PRECISION", "value": "bf16"} in container["env"]
+    assert {"name": "ACCELERATE_STOP_WITHIN", "value": "90.5"} in container["env"]
+    assert pod["terminationGracePeriodSeconds"] > 91
     words = container["command"]
     assert words[words.index("--machine_rank") + 1] == "$(JOB_COMPLETION_INDEX)"
     assert words[words.index("--main_process_ip") + 1] == "my-train-0.my-train"
@@ -276,8 +279,9 @@ def test_a_slurm_script_has_the_sizes(monkeypatch):
     assert "\n#SBATCH --requeue\n" in text and "\n#SBATCH --signal=TERM@" in text
     assert "Slurm's defaults" not in text
     # One thread of a variable is no wish for one processor, on which the workers of a loader run too.
-    spec = launcher.spec._replace(threads=1, slurm_options="", device="cuda")
+    spec = launcher.spec._replace(threads=1, slurm_options="", device="cuda", stop_within=300.5)
     text = SlurmLauncher(spec).batch_script()
+    assert "\n#SBATCH --signal=TERM@301\n" in text and " --stop_within=300.5 " in text
     assert "#SBATCH --cpus-per-task" not in text and "#SBATCH --gpus-per-node=2" in text
     assert "defaults" in text and "--time and --cpus-per-task" in text
     with pytest.raises(ConfigurationError, match="not an option of sbatch"):

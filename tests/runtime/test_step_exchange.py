@@ -4,6 +4,7 @@
 import math
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from rank_pool import on_ranks
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
+from accelerate.checkpointing.layout import read_manifest
 from accelerate.runtime.step_exchange import StepExchange
 from accelerate.state import PartialState
 from accelerate.utils import ProjectConfiguration
@@ -176,3 +178,110 @@ def test_steps_that_take_long_exchange_each_time():
         exchange.received = "SIGTERM"
     exchange.step()
     assert exchange.agreed == "SIGTERM"
+
+
+def evaluate(accelerator, model, loader, stop, gathers):
+    model.eval()
+    for batch, (x, _) in enumerate(loader):
+        stop(batch)
+        with torch.no_grad():
+            output = model(x)
+        if gathers:
+            accelerator.gather_for_metrics(output)
+    model.train()
+
+
+# Who evaluates: all ranks with a gather of each batch, all without one, or rank 0 alone while rank 1 waits, or while
+# rank 1 goes on to the next step. And who gets the signal.
+EVALUATIONS = [
+    ("gather", 0, "SIGTERM"),
+    ("none", 1, "request"),
+    ("alone", 1, "SIGUSR1"),
+    ("ahead", 0, "SIGTERM"),
+]
+
+
+def run_with_evaluation(folder, kind, rank, how):
+    """Train three epochs with an evaluation in the second one. Returns the weights, or the exit code and batches."""
+    project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    index = accelerator.process_index
+    model, optimizer = make()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+    train = DataLoader(TensorDataset(*data()), batch_size=2, shuffle=True)
+    test = DataLoader(TensorDataset(*data()), batch_size=1)
+    model, optimizer, train, test, scheduler = accelerator.prepare(
+        model, optimizer, train, test, scheduler
+    )
+    start = accelerator.resume()
+    batches = 0
+
+    def stop(batch):
+        nonlocal batches
+        batches += 1
+        if how is not None:
+            time.sleep(0.08)
+        if index == rank and batch == 1:
+            if how == "request":
+                accelerator.request_stop()
+            elif how is not None:
+                os.kill(os.getpid(), getattr(signal, how))
+
+    try:
+        for epoch in range(start.epoch if start else 0, 3):
+            for number, (x, y) in enumerate(train):
+                accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                if number != 1 or epoch != 1:
+                    continue
+                if kind in ("gather", "none"):
+                    evaluate(accelerator, model, test, stop, kind == "gather")
+                elif index == 0:
+                    evaluate(accelerator, accelerator.unwrap_model(model), test, stop, False)
+                elif kind == "alone":
+                    stop(1)
+                if kind == "alone":
+                    accelerator.wait_for_everyone()
+    except SystemExit as stopped:
+        return stopped.code, batches
+    values = accelerator.unwrap_model(model).state_dict()
+    return {name: value.tolist() for name, value in values.items()}
+
+
+@pytest.mark.parametrize(("kind", "rank", "how"), EVALUATIONS)
+def test_a_signal_in_an_evaluation(kind, rank, how, ranks, tmp_path):
+    """The run stops in it, or after a step that a rank has begun meanwhile, and continues to the same parameters."""
+    whole = ranks(2).run(run_with_evaluation, tmp_path / "whole", kind, rank, None)
+    stopped = ranks(2).run(run_with_evaluation, tmp_path / "cut", kind, rank, how)
+    number = signal.SIGTERM if how == "request" else getattr(signal, how)
+    assert [code for code, _ in stopped] == [128 + number] * 2
+    [checkpoint] = (tmp_path / "cut" / "checkpoints").iterdir()
+    step = read_manifest(checkpoint).progress["step"]
+    if kind in ("gather", "none"):
+        assert step == 6 and all(batches < 8 for _, batches in stopped)
+    else:
+        assert step > 6
+    assert ranks(2).run(run_with_evaluation, tmp_path / "cut", kind, rank, None) == whole
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["SIGTERM", "request"])
+def test_a_signal_before_the_first_step(how, tmp_path):
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    model, optimizer = make()
+    loader = DataLoader(TensorDataset(*data()), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.resume()
+    begin = time.monotonic()
+    with pytest.raises(SystemExit) as stopped:
+        if accelerator.process_index:
+            if how == "request":
+                accelerator.request_stop()
+            else:
+                os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
+    assert stopped.value.code == 143 and time.monotonic() - begin < 10
+    assert not list(tmp_path.rglob("checkpoint_*"))

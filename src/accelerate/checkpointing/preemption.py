@@ -5,16 +5,21 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+from ..core import env
 from ..core.errors import ConfigurationError
 from ..runtime.agreement import Process
 from ..runtime.step_exchange import INTERVAL, StepExchange
 
 # Windows has one of them.
 DEFAULT_SIGNALS = tuple(name for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+
+# Seconds to a deadline that count.
+_LEAST = 1.0
 
 
 class PreemptionWatch:
@@ -29,6 +34,7 @@ class PreemptionWatch:
         signals: the names of the signals.
         interval: the largest number of steps between two exchanges.
         exchange: that of the run, if there is one.
+        on_signal: called in the main thread when a signal has come, and again when the other ranks know of it.
 
     Example:
         watch = PreemptionWatch(state)
@@ -45,6 +51,7 @@ class PreemptionWatch:
         signals: Sequence[str] = DEFAULT_SIGNALS,
         interval: int = INTERVAL,
         exchange: StepExchange | None = None,
+        on_signal: Callable[[], None] | None = None,
     ) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigurationError(
@@ -57,7 +64,11 @@ class PreemptionWatch:
         if exchange is None:
             exchange = StepExchange(process, interval)
         self._exchange = exchange
-        self._exchange.is_watching = True
+        self._on_signal = on_signal
+        self._within: float | None = env.value("ACCELERATE_STOP_WITHIN")
+        self._job_end: float | None = env.value("SLURM_JOB_END_TIME")
+        exchange.on_spread = self._notify
+        exchange.watch()
         self._former: dict[signal.Signals, Any] = {}
         for name in signals:
             number = getattr(signal, name, None)
@@ -66,7 +77,34 @@ class PreemptionWatch:
             self._former[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._exchange.received = signal.Signals(number).name
+        self.receive(signal.Signals(number).name)
+
+    def receive(self, name: str) -> None:
+        """Note a signal, as if it had reached this process. The first one sets the deadline."""
+        exchange = self._exchange
+        if exchange.received is None:
+            if self._within is not None:
+                exchange.deadline = time.monotonic() + self._within
+            # Past it, Slurm grants a time of its own.
+            left = (self._job_end or 0.0) - time.time()
+            if left > _LEAST:
+                exchange.deadline = min(exchange.deadline, time.monotonic() + left)
+            exchange.received = name
+        if self._on_signal is not None:
+            self._on_signal()
+
+    def _notify(self) -> None:
+        """Let the main thread call `on_signal`. This is another thread."""
+        name = self._exchange.received
+        if name is not None and signal.Signals[name] in self._former:
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, signal.Signals[name])
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether a signal sets a deadline."""
+        return self._within is not None or self._job_end is not None
 
     @property
     def received(self) -> str | None:
@@ -88,7 +126,7 @@ class PreemptionWatch:
 
     def close(self) -> None:
         """Restore the former signal handlers."""
-        self._exchange.is_watching = False
+        self._exchange.end_watch()
         for number, handler in self._former.items():
             signal.signal(number, handler)
         self._former.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,8 +46,15 @@ class Writer:
     """
 
     def __init__(self) -> None:
+        self.seconds: float = 0.0  # that the last save took in the background
         self._job: _Job | None = None
         self._buffer: torch.Tensor | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last save is complete."""
+        job = self._job
+        return job is None or not (job.thread.is_alive() or job.error)
 
     def wait(self) -> None:
         """Wait for what is being written; raise its error, once."""
@@ -73,12 +81,14 @@ class Writer:
         )
 
         def _run(job: _Job) -> None:
+            begin = time.perf_counter()
             try:
                 complete(pending, ranks)
             except BaseException as error:
                 job.error = error
             finally:
                 pending.files.clear()
+                self.seconds = time.perf_counter() - begin
 
         job.thread.start()
         self._job = job

@@ -115,6 +115,9 @@ class RunLoop:
         for observer in self.active:
             observer.end_pass(loader)
 
+    def before_collective(self) -> None:
+        """A collective of the accelerator is about to begin."""
+
     def keeps_gradients(self, optimizer: Any) -> bool:
         """Whether gradients that are to be cleared belong to a step that is still to come."""
         return False

@@ -383,6 +383,14 @@ RESILIENCE = Group(
             4.0,
             least=0,
         ),
+        Option(
+            "stop_within",
+            "float",
+            "Seconds after SIGTERM or SIGUSR1 in which a run that calls resume() saves what it can and ends. "
+            "Default: no limit, or the end of the Slurm job.",
+            least=1,
+            variable="ACCELERATE_STOP_WITHIN",
+        ),
         Option("error_file", "text", "JSON file to which the first failure of a run is written."),
         Option(
             "hang_report",
@@ -731,6 +739,7 @@ FOREIGN: tuple[Option, ...] = (
         _variable(name, "int")
         for name in ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     ),
+    _variable("SLURM_JOB_END_TIME", "float"),
     *(
         _variable(f"SLURM_{word}", "int")
         for word in ("PROCID", "STEP_NUM_TASKS", "LOCALID", "NODEID")

@@ -317,6 +317,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
                 loop.end_pass(self)
                 self.end()
 
+    def leave_out_rest(self) -> None:
+        """Count the pass that is under way as complete."""
+        self._order = None
+        self._yielded = 0
+        self._end_epoch(self.iteration + 1)
+
     @property
     def batches_skipped_twice(self) -> int:
         """Batches before the present one, if they are as many as those that a resumed pass left out; else 0."""

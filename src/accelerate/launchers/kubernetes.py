@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,12 @@ INSIDE = (
     "log_dir",
     "error_file",
     "stop_timeout",
+    "stop_within",
     "rdzv_conf",
 )
+
+# Seconds in which the launch in a pod ends after its ranks.
+ENDING = 5
 
 
 class KubernetesLauncher(Launcher):
@@ -106,12 +111,14 @@ class KubernetesLauncher(Launcher):
             container["resources"] = {"limits": {resource: spec.local_processes}}
         # Shared memory of a pod is 64 MiB by default; the workers of a data loader need more.
         container["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]
-        pod = {
+        pod: dict[str, Any] = {
             "subdomain": self.job_name,
             "restartPolicy": "Never",
             "containers": [container],
             "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
         }
+        if spec.stop_within is not None:
+            pod["terminationGracePeriodSeconds"] = math.ceil(spec.stop_within) + ENDING
         return {
             "apiVersion": "batch/v1",
             "kind": "Job",

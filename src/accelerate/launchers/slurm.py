@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import shutil
@@ -43,7 +44,7 @@ FIND_ADDRESS = (
 # Options that the launch inside the job gets, where they differ from their defaults.
 INSIDE = (
     "num_processes", "num_machines", "config_file", "main_process_ip", "main_process_port", "max_restarts",
-    "error_file", "stop_timeout", "progress_interval",
+    "error_file", "stop_timeout", "stop_within", "progress_interval",
 )  # fmt: skip
 
 
@@ -122,7 +123,8 @@ class SlurmLauncher(Launcher):
         if spec.device != "cpu":
             lines.append(f"#SBATCH --gpus-per-node={spec.local_processes}")
         # A failed machine, or the end of the time: the ranks get SIGTERM in time to save.
-        lines += ["#SBATCH --requeue", f"#SBATCH --signal=TERM@{SAVE_TIME}"]
+        seconds = math.ceil(spec.stop_within or SAVE_TIME)
+        lines += ["#SBATCH --requeue", f"#SBATCH --signal=TERM@{seconds}"]
         lines += [f"#SBATCH {_directive(option)}" for option in self.options]
         left_out = [
             name for name in ("--time", "--cpus-per-task") if f" {name}=" not in "\n".join(lines)

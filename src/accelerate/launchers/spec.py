@@ -215,6 +215,7 @@ class LaunchSpec(NamedTuple):
     log_dir: str | None = None
     error_file: str | None = None
     stop_timeout: float = 4.0
+    stop_within: float | None = None
     quiet: bool = False
     progress_interval: float = 60.0
     max_restarts: int = 0

@@ -357,7 +357,7 @@ class Supervisor:
             )
             self._stop(number)
             if saves:
-                seconds = max(SAVE_TIME, self.spec.stop_timeout)
+                seconds = self.spec.stop_within or max(SAVE_TIME, self.spec.stop_timeout)
                 self._kill_at = time.monotonic() + seconds
                 messages.show(
                     f"waiting up to {seconds:.0f} s for processes that handle {name}; a second signal kills them"

@@ -85,7 +85,8 @@ class ReplayedCheckpoints(RunCheckpoints):
         self.controller.is_pending = False
         return super().load(self.replay.checkpoint or input_dir, load_kwargs, **options)
 
-    def _load_newest_if_any(self) -> LoadReport | None:
+    def load_newest_if_any(self) -> LoadReport | None:
+        """Load the checkpoint of the replay, if it begins with one."""
         if self.replay.checkpoint is None:
             return None
         begin = time.perf_counter()

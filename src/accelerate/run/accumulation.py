@@ -63,6 +63,11 @@ class Accumulation:
         self.number: int = 0
         self.postponed: list[AcceleratedOptimizer] = []
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the gradients of a window wait for its other batches."""
+        return not self.gradient_state.sync_gradients or 0 < self.step < self.steps
+
     def check_models(self, models: tuple[PreparedModel, ...]) -> None:
         """Raise AccelerateError where the last batch of a window leaves out a model of an earlier one."""
         missing = [model for model in self.unreduced if model not in models]

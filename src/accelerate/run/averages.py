@@ -81,6 +81,11 @@ class AveragedWeights:
                 )
 
     @property
+    def is_applied(self) -> bool:
+        """Whether the model has the averages instead of its weights."""
+        return self._is_applied
+
+    @property
     def _prepared(self) -> PreparedModel:
         if self._model is None:
             raise PrepareError("free_memory has released the model of this average")

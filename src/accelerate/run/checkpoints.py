@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..checkpointing import layout
@@ -31,6 +33,7 @@ from ..core.buckets import Bucket, is_bucket
 from ..core.errors import ConfigurationError, MissingCheckpointError
 from ..core.files import user_path
 from ..core.observers import RunLoop
+from ..core.trees import leaves
 from ..data_loader.loader import PreparedLoader
 from ..logging import MultiProcessAdapter, get_logger, print_or_log
 from ..parallel.base import Strategy
@@ -39,7 +42,9 @@ from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from ..parallel.registry import strategy_key
 from ..parallel.unwrap import extract_model_from_parallel, is_peft_model
 from ..precision.base import Precision
+from ..runtime import marks
 from ..runtime.agreement import Process
+from ..runtime.calls import LEDGER
 from ..runtime.step_exchange import StepExchange
 from ..state import AcceleratorState, GradientState, PartialState
 from ..tracking.group import TrackerGroup
@@ -51,6 +56,11 @@ if TYPE_CHECKING:
     from ..checkpointing.sharded import ShardedState
 
 logger: MultiProcessAdapter = get_logger(__name__)
+
+# Seconds that a rank waits for the others when it first can stop in an evaluation: until they know of the signal.
+_PATIENCE = 0.5
+# Seconds between two looks at the time that is left.
+_LOOK = 0.1
 
 
 @dataclass(eq=False, repr=False)
@@ -77,15 +87,18 @@ class RunCheckpoints:
     def __post_init__(self) -> None:
         self.save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self.load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
-        self.controller: ResumeController = ResumeController(
-            self._load_newest_if_any, self._save_and_exit, self.exchange
-        )
+        self.controller: ResumeController = ResumeController(self)
         # Its observers are told of saves and loads. `Accelerator` makes it, after this.
         self.loop: RunLoop = RunLoop()
         # The user's own `get_state_dict`, if there is one. `Accelerator` sets it.
         self.replaced_state_dict: Callable[[], StateOf | None] = lambda: None
         # of a run that a signal has stopped; None: 128 plus its number
         self._exit_code: int | None = None
+        # The last save or load that is complete: the folder, and the step. And the seconds of the last save.
+        self._newest: tuple[str, int] | None = None
+        self._save_seconds: float = 0.0
+        # Of the save in the background.
+        self._in_background: tuple[str, int] | None = None
         self._writer: Writer | None = None
         self._locks = RunLocks()
         # skipped by a load: their numbers are the next ones
@@ -107,8 +120,12 @@ class RunCheckpoints:
         blocking: bool = True,
         layout: str = "native",
         is_numbered: bool = False,
+        is_brief: bool = False,
     ) -> str:
-        """See `Accelerator.save_state`. `is_numbered`: under the next number, also in a run that names its folders."""
+        """See `Accelerator.save_state`.
+
+        `is_numbered`: under the next number, also in a run that names its folders. `is_brief`: as in `_run_state`.
+        """
         self.controller.resume_if_pending()
         project = self.project
         folder, rotation = self._checkpoint_folder(output_dir, is_numbered)
@@ -139,7 +156,7 @@ class RunCheckpoints:
         else:
             self._writer = self._writer or Writer()
         writer = None if blocking else self._writer
-        with self._run_state(is_saved=True) as run:
+        with self._run_state(is_saved=True, is_brief=is_brief) as run:
             state_of = self.replaced_state_dict()
             if run.entire is not None and (layout == "compat" or run.save_hooks or state_of):
                 run = run.entire
@@ -154,6 +171,11 @@ class RunCheckpoints:
         )
         for observer in self.loop.active:
             observer.saved(str(saved), run.progress["step"], time.perf_counter() - begin)
+        if writer is None:
+            self._newest = str(saved), run.progress["step"]
+            self._save_seconds = time.perf_counter() - begin
+        else:
+            self._in_background = str(saved), run.progress["step"]
         return str(saved)
 
     def save_adapters(
@@ -214,7 +236,8 @@ class RunCheckpoints:
             if leave is not None and leave() and index == main:
                 report.progress["epoch"] = loader.iteration
 
-    def _load_newest_if_any(self) -> LoadReport | None:
+    def load_newest_if_any(self) -> LoadReport | None:
+        """Load the newest valid checkpoint of the project; None where there is none."""
         begin = time.perf_counter()
         self._before_load()
         directory = self._checkpoints_dir("resume()")
@@ -264,6 +287,7 @@ class RunCheckpoints:
             for scheduler, steps in zip(self.objects.schedulers, steps_per_call, strict=False):
                 scheduler.steps_per_call = steps
         self._steps_before = report.step
+        self._newest = str(report.folder), report.step
         for optimizer in self.objects.optimizers:
             optimizer.steps_made = 0
         for observer in self.loop.active:
@@ -306,14 +330,88 @@ class RunCheckpoints:
         self.controller.watch_signals(PartialState(), signals)
         return self.controller.resume()
 
-    def _save_and_exit(self, name: str) -> None:
-        folder = self.save(is_numbered=True)
-        logger.warning(f"stop requested ({name}): saved {folder}")
+    def save_and_exit(self, name: str) -> None:
+        """Save what the time allows, and end this process. Every rank calls it at the same position of the run.
+
+        Args:
+            name: of the signal.
+        """
+        # A save in the background is complete first.
+        self._wait_for_writer()
+        left, needed, share = self.exchange.collect(
+            "stop", [self.exchange.seconds_left, self._save_seconds, self._brief_share()]
+        )
+        least = needed * share
+        if left < least:
+            logger.warning(
+                f"stop requested ({name}): not saved, as {left:.1f} s are left and a save takes {least:.1f} s. "
+                f"{self.age_of_newest()}"
+            )
+        else:
+            is_brief = left < needed
+            with torch.inference_mode(False):
+                folder = self.save(is_numbered=True, is_brief=is_brief)
+            without = ""
+            if is_brief:
+                without = (
+                    f" without averages and unfinished gradients, as {left:.1f} s were left and a whole save takes "
+                    f"{needed:.1f} s"
+                )
+            logger.warning(f"stop requested ({name}): saved {folder}{without}")
         self.trackers.finish()
         # A launcher stops the other ranks as soon as one has ended with an error code.
         self.state.wait_for_everyone()
         self.end_training()
-        raise SystemExit(128 + signal.Signals[name] if self._exit_code is None else self._exit_code)
+        raise SystemExit(self.exit_code(name))
+
+    def exit_code(self, name: str) -> int:
+        """That of a run that a signal has stopped."""
+        if self._exit_code is None:
+            return 128 + signal.Signals[name]
+        return self._exit_code
+
+    def age_of_newest(self) -> str:
+        """A sentence about the newest checkpoint."""
+        newest = self._newest
+        if self._in_background is not None and self._writer is not None and self._writer.is_done:
+            newest = self._in_background
+        if newest is None:
+            return "There is no checkpoint."
+        folder, step = newest
+        return f"The newest checkpoint, {folder}, is {self._step() - step} steps old."
+
+    def _brief_share(self) -> float:
+        """About what share of a checkpoint is neither averages nor unfinished gradients."""
+        weights = 0
+        for prepared in self.objects.models:
+            weights += sum(p.numel() * p.element_size() for p in prepared.inner.parameters())
+        kept = weights
+        for optimizer in self.objects.optimizers:
+            tensors = [value for value in leaves(dict(optimizer.state)) if torch.is_tensor(value)]
+            kept += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        left_out = weights * len(self.objects.averages)
+        if self.accumulation.is_unfinished:
+            left_out += weights
+        return kept / max(kept + left_out, 1)
+
+    def position(self) -> list[int] | None:
+        """Where the run is, if its state is whole outside of its training loop; else None.
+
+        It is whole in an evaluation that follows a step, and between two passes.
+        """
+        models = self.objects.models
+        if any(prepared.inner.training for prepared in models):
+            return None
+        if any(average.is_applied for average in self.objects.averages):
+            return None
+        if self.exchange.is_uneven or not self.controller.is_between_steps:
+            return None
+        batches = 0
+        if any(prepared.is_partial for prepared in models):
+            # Forwards communicate: the ranks read as many batches.
+            batches = marks.batches_read()
+        epoch = int(getattr(self.controller.main_loader, "iteration", 0))
+        return [self._step(), epoch, LEDGER.count, batches]
 
     def end_training(self) -> None:
         """Finish what runs in the background, close observers and trackers, leave the process group."""
@@ -360,14 +458,25 @@ class RunCheckpoints:
     def _wait_for_writer(self) -> None:
         if self._writer is not None:
             self._writer.wait()
+            if self._in_background is not None:
+                self._newest = self._in_background
+                self._in_background = None
+                self._save_seconds = self._writer.seconds
 
     # -- contents
 
     @contextlib.contextmanager
-    def _run_state(self, *, is_saved: bool) -> Iterator[RunState]:
-        """The run as a checkpoint has it: with master weights instead of parameters that were cast."""
+    def _run_state(self, *, is_saved: bool, is_brief: bool = False) -> Iterator[RunState]:
+        """The run as a checkpoint has it: with master weights instead of parameters that were cast.
+
+        `is_brief`: without averages and the gradients of an unfinished window.
+        """
         objects = self.objects
-        gradients = self._pending_gradients()
+        gradients = None
+        averages: list[Any] = []
+        if not is_brief:
+            gradients = self._pending_gradients()
+            averages = list(objects.averages)
         if is_saved:
             progress = self._progress(gradients is not None)
         else:
@@ -389,7 +498,7 @@ class RunCheckpoints:
                 dataloaders=list(objects.dataloaders),
                 scaler=self.precision.scaler,
                 custom=list(objects.custom),
-                averages=list(objects.averages),
+                averages=averages,
                 progress=progress,
                 mesh=self._mesh_sizes(),
                 rank_state=rank_state,
@@ -408,10 +517,14 @@ class RunCheckpoints:
 
         return with_adapters(run, self._adapters)
 
-    def _progress(self, has_gradients: bool) -> dict[str, Any]:
+    def _step(self) -> int:
+        """Optimizer steps that the run has made."""
         steps = max((optimizer.steps_made for optimizer in self.objects.optimizers), default=0)
+        return self._steps_before + steps
+
+    def _progress(self, has_gradients: bool) -> dict[str, Any]:
         return {
-            "step": self._steps_before + steps,
+            "step": self._step(),
             "epoch": int(getattr(self.controller.main_loader, "iteration", 0)),
             "accumulation_step": self.accumulation.step,
             "window": self.accumulation.state_dict() if has_gradients else {},
@@ -442,7 +555,7 @@ class RunCheckpoints:
         models = self.objects.models
         gradients = [prepared.accumulated_gradients() for prepared in models]
         window = self.accumulation
-        is_open = not window.gradient_state.sync_gradients or 0 < window.step < window.steps
+        is_open = window.is_unfinished
         if any(
             found is None and prepared.is_partial
             for found, prepared in zip(gradients, models, strict=True)
@@ -499,34 +612,35 @@ def register_hook(
 
 
 class ResumeController:
-    """Resumes before the first pass over a loader, and stops a run between two batches.
+    """Resumes before the first pass over a loader, and stops a run where its state is whole.
+
+    References to the checkpoints and the loaders are weak, so that a run is freed with its last reference.
+
+    A run stops between two batches of the loaders that it trains on: those that were read at an optimizer's step. It
+    also stops at the batches and collectives of an evaluation, if all ranks meet there, and before its first step.
 
     Args:
-        load: bound method that loads the newest checkpoint and returns None where there is none.
-        leave: bound method that saves the run and ends this process; its argument is the reason.
-        exchange: by which the ranks agree on the step after which they stop.
-
-    References to the methods and the loaders are weak, so that a run is freed with its last reference.
-
-    A run stops between two batches of the loaders that it trains on, so that an evaluation is never cut in two: those
-    that were read at an optimizer's step.
+        checkpoints: loads the newest checkpoint, saves the run and ends this process.
     """
 
-    def __init__(
-        self,
-        load: Callable[[], LoadReport | None],
-        leave: Callable[[str], None],
-        exchange: StepExchange,
-    ) -> None:
-        self._load = weakref.WeakMethod(load)
-        self._leave = weakref.WeakMethod(leave)
-        self._exchange = exchange
+    def __init__(self, checkpoints: RunCheckpoints) -> None:
+        self._checkpoints = weakref.ref(checkpoints)
+        self._exchange = checkpoints.exchange
         self._report: LoadReport | None = None
         # Whether to resume when a loader is first read, or the report is first requested: all objects are known then.
         self.is_pending: bool = False
         self._watch: PreemptionWatch | None = None
         self._loaders: list[weakref.ref[PreparedLoader]] = []
         self._trained: list[weakref.ref[PreparedLoader]] = []
+        # Whether the run has made a step since it was loaded.
+        self._has_stepped = False
+        # Whether a batch to train on was read, and the loop is not done with it. How many steps of optimizers and
+        # schedulers there were when it was read, and how many the loop makes in a batch.
+        self._is_in_batch = False
+        self._steps_at_batch = self._steps_of_batch = 0
+        self._is_stopping = False
+        # When the last meeting in an evaluation has ended.
+        self._last_meeting: float | None = None
 
     # -- resume
 
@@ -539,8 +653,10 @@ class ResumeController:
     def resume(self) -> LoadReport | None:
         """Load the newest checkpoint now."""
         self.is_pending = False
-        load = self._load()
-        self._report = None if load is None else load()
+        checkpoints = self._checkpoints()
+        if checkpoints is not None:
+            self._report = checkpoints.load_newest_if_any()
+            self._has_stepped = False
         return self._report
 
     def resume_if_pending(self) -> None:
@@ -556,9 +672,11 @@ class ResumeController:
 
     def record_step(self) -> None:
         """An optimizer steps: the loader that is being read is trained on."""
+        self._has_stepped = True
         loader = getattr(GradientState().active_dataloader, "origin", None)
         if loader is not None and not self._is_trained(loader):
             self._trained.append(weakref.ref(loader))
+            self._is_in_batch = True
 
     def _is_trained(self, loader: object) -> bool:
         return any(loader is trained for trained in _alive(self._trained))
@@ -590,28 +708,126 @@ class ResumeController:
 
     # -- stop
 
-    def watch_signals(self, process: Process, signals: Sequence[str]) -> bool:
-        """From here on the run stops when one of `signals` has reached any process. False from another thread."""
-        if (
-            not signals
-            or self._watch is not None
-            or threading.current_thread() is not threading.main_thread()
-        ):
-            return self._watch is not None
-        self._watch = PreemptionWatch(process, signals, exchange=self._exchange)
-        return True
-
-    def stop_if_requested(self, loader: object) -> None:
-        """Stop the run between two batches of a loader, if the ranks have agreed to."""
-        watch = self._watch
-        if watch is None or not watch.is_agreed:
+    def watch_signals(self, process: Process, signals: Sequence[str]) -> None:
+        """From here on the run stops when one of `signals` has reached any process. Not from another thread."""
+        if self._watch is not None or threading.current_thread() is not threading.main_thread():
             return
-        leave = self._leave()
+        self._watch = PreemptionWatch(
+            process, signals, exchange=self._exchange, on_signal=self._end_before_first_step
+        )
+        if self._watch.is_limited:
+            threading.Thread(
+                target=self._end_at_deadline, name="accelerate-deadline", daemon=True
+            ).start()
+
+    def request_stop(self) -> None:
+        """Stop the run as if SIGTERM had reached this process."""
+        if self._watch is None:
+            raise ConfigurationError(
+                "request_stop() needs accelerator.resume() or Accelerator(resume='auto') before it, on every process: "
+                "the processes agree on a step from there on"
+            )
+        self._watch.receive("SIGTERM")
+
+    def begin_batch(self, loader: object) -> None:
+        """A loader is about to yield a batch."""
+        self._end_before_first_step()
+        if self._is_trained(getattr(loader, "origin", loader)):
+            self._is_in_batch = True
+            self._steps_at_batch = self._count_steps()
+
+    def end_batch(self, loader: object) -> None:
+        """The loop is done with a batch of a loader. Stop the run here, if a signal requests it."""
         # The rest of an epoch (`skip_first_batches`) is read for the loader that the user prepared.
-        # Where `leave` is None the run was freed, and one of its loaders is still being read.
-        if leave is not None and self._is_trained(getattr(loader, "origin", loader)):
-            assert watch.received is not None
-            leave(watch.received)
+        if not self._is_trained(getattr(loader, "origin", loader)):
+            self.stop_if_whole()
+            return
+        if self._is_in_batch:
+            steps = self._count_steps() - self._steps_at_batch
+            self._steps_of_batch = max(self._steps_of_batch, steps)
+            self._is_in_batch = False
+        if self._exchange.is_agreed:
+            self._stop()
+
+    def stop_if_whole(self) -> None:
+        """Stop the run in an evaluation, if a signal requests it and all ranks are at the same position."""
+        checkpoints = self._checkpoints()
+        # Without checkpoints the run was freed, and one of its loaders is still being read.
+        if self._exchange.received is None or self._is_stopping or checkpoints is None:
+            return
+        position = checkpoints.position()
+        if position is None:
+            return
+        # A rank that does not come may wait for this one. The others need about as long from one batch to the next.
+        patience = _PATIENCE
+        if self._last_meeting is not None:
+            patience = time.monotonic() - self._last_meeting
+        if self._exchange.meet_to_stop(position, patience):
+            for loader in GradientState().dataloader_references:
+                if isinstance(loader, PreparedLoader) and not self._is_trained(loader.origin):
+                    # A resumed run continues after the evaluation.
+                    loader.leave_out_rest()
+            self._stop()
+        self._last_meeting = time.monotonic()
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether all steps were made with the batches to train on that were read."""
+        if not self._is_in_batch:
+            return True
+        steps = self._count_steps() - self._steps_at_batch
+        return 0 < self._steps_of_batch <= steps
+
+    def _count_steps(self) -> int:
+        """The steps of optimizers and schedulers so far."""
+        checkpoints = self._checkpoints()
+        if checkpoints is None:
+            return 0
+        objects = checkpoints.objects
+        steps = sum(optimizer.steps_made for optimizer in objects.optimizers)
+        for scheduler in objects.schedulers:
+            steps += getattr(scheduler.scheduler, "last_epoch", 0)
+        return steps
+
+    def _stop(self) -> None:
+        checkpoints = self._checkpoints()
+        name = self._exchange.agreed
+        if checkpoints is not None and name is not None:
+            self._is_stopping = True
+            checkpoints.save_and_exit(name)
+
+    def _end_before_first_step(self) -> None:
+        """End this process, if a signal has come and the other ranks know of it, and there is nothing to save."""
+        exchange = self._exchange
+        name = exchange.received
+        checkpoints = self._checkpoints()
+        if self._has_stepped or name is None or not exchange.is_spread or checkpoints is None:
+            return
+        logger.warning(
+            f"stop requested ({name}) before the first step: there is nothing to save. "
+            f"{checkpoints.age_of_newest()}"
+        )
+        raise SystemExit(checkpoints.exit_code(name))
+
+    def _end_at_deadline(self) -> None:
+        """End this process where its main thread does not in time. This is another thread."""
+        while self._watch is not None:
+            left = self._exchange.seconds_left
+            checkpoints = self._checkpoints()
+            name = self._exchange.received
+            if left <= 0 and checkpoints is not None and name is not None:
+                what = "no step or evaluation has come to a point where all ranks can save"
+                if self._is_stopping:
+                    what = "the save is not complete"
+                logger.warning(
+                    f"stop requested ({name}): the time is over, and {what}. {checkpoints.age_of_newest()}"
+                )
+                sys.stdout.flush()
+                sys.stderr.flush()
+                # The main thread may be in a collective that no other rank comes to.
+                os._exit(checkpoints.exit_code(name))
+            del checkpoints
+            time.sleep(min(max(left, 0.01), _LOOK))
 
     def close(self) -> None:
         """Restore the handlers of the signals."""

@@ -75,10 +75,11 @@ def replaced(path: str, exporters: Iterable[str]) -> Any:
 def observed(
     collective: Callable[Concatenate[RunInterface, P], T],
 ) -> Callable[Concatenate[RunInterface, P], T]:
-    """Tell the observers of the run how long a method that communicates has taken."""
+    """Tell the loop of the run of a method that communicates, and its observers how long it has taken."""
 
     @functools.wraps(collective)
     def call(self: RunInterface, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        self._loop.before_collective()
         begin = perf_counter()
         result = collective(self, *args, **kwargs)
         for observer in self._loop.active:

@@ -74,15 +74,22 @@ class MainLoop(RunLoop):
         """With `exact`, note the weight of the batch."""
         if self._weights is not None:
             self._weights.add(loader, data)
+        if self._exchange.is_watching:
+            self._controller.begin_batch(loader)
         for observer in self.active:
             observer.batch(loader, data)
 
     def end_batch(self, loader: Any) -> None:
         """Stop the run where a signal requests it."""
         if self._exchange.is_watching:
-            self._controller.stop_if_requested(loader)
+            self._controller.end_batch(loader)
         for observer in self.active:
             observer.end_batch(loader)
+
+    def before_collective(self) -> None:
+        """Stop an evaluation where a signal requests it."""
+        if self._exchange.is_watching:
+            self._controller.stop_if_whole()
 
     # -- the step
 

@@ -70,6 +70,8 @@ SAME_CALLS = (
 
 # Called with the text of each report on the rank that prints it.
 on_report: list[Callable[[str], None]] = []
+# Called in the thread a few times a second, with its connection to the store.
+on_glance: list[Callable[[dist.Store], None]] = []
 
 
 def start(timeout: timedelta | None = None) -> None:
@@ -164,6 +166,8 @@ class HangWatch:
             begin = time.monotonic()
             while not self._ended.wait(glance):
                 answers.look()
+                for call in on_glance:
+                    call(self._store)
                 now = time.monotonic()
                 if now - begin > self.interval + ABSENCE:
                     self._progress()

@@ -8,7 +8,11 @@ Three parts of a run use it:
 - `step`: before a step with `non_finite`, whether a rank has a value that is not finite. Where signals stop the run,
   the message has the signal that a rank has received too. Without `non_finite`, signals are exchanged after every few
   steps.
+- `stop`: before the save with which a run ends, the time that is left.
 - `cause`: when a step is left out, what is not finite on which ranks.
+
+Outside of steps the ranks need not do the same: one may evaluate alone. A signal reaches the other ranks by the thread
+of the hang watch there, and `meet_to_stop` finds out whether all ranks are where they can stop together.
 
 As long as all ranks make the same steps, what a step waits for is one collective, and the rest goes through the store.
 Inside of a block in which ranks run out of batches (`join_uneven_inputs`), everything goes through the store: a
@@ -19,7 +23,9 @@ and the others do not wait for it any more. What each rank sends does not grow w
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +35,8 @@ import torch
 import torch.distributed as dist
 
 from ..core.errors import CommunicationError
-from .agreement import Process, Round, StoreLostError, default_connection
+from . import hang_watch
+from .agreement import Process, Round, StoreLostError, default_connection, pauses
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -39,6 +46,9 @@ INTERVAL, _SECONDS = 8, 0.25
 _PATIENCE = 60.0
 # Seconds that a rank waits for a value that its step needs.
 _LIMIT = 1800.0
+
+# Seconds that the end of a process takes, and in which a rank learns of the signal of another one.
+_ENDING, _SPREAD = 0.3, 5.0
 
 # The rounds in the store while all ranks make the same steps. A block in which ranks leave has rounds of its own.
 _NAME = "step"
@@ -57,23 +67,32 @@ class StepExchange:
         received: the name of a signal that this rank has received.
         agreed: the name of a signal that some rank has received; all ranks know it since the same step.
         is_watching: whether `step` exchanges signals.
+        is_uneven: whether the ranks are in a block that they end at different steps.
+        is_spread: whether the other ranks can know of the signal.
+        on_spread: called in another thread when they can.
+        deadline: when the run has to have ended, in seconds of `time.monotonic`, once there is a signal.
     """
 
     def __init__(self, process: Process, interval: int = INTERVAL) -> None:
         self.received: str | None = None
         self.agreed: str | None = None
         self.is_watching: bool = False
+        self.is_spread: bool = process.num_processes == 1
+        self.on_spread: Callable[[], None] | None = None
+        self.deadline: float = math.inf
         self._world = process.num_processes
         self._interval = interval
-        self._reductions: dict[str, Reduce] = {"items": _total, "step": _step}
+        self._reductions: dict[str, Reduce] = {"items": _total, "step": _step, "stop": _time}
         # Signals were exchanged with the decision about a step.
         self._has_exchanged = False
         self._steps_left = self._steps_between = 1  # exchanges of signals
         self._last_exchange: float | None = None
         # Where ranks may leave: how many have, before the present round.
-        self._is_uneven = False
+        self.is_uneven: bool = False
         self._absent = 0
         self._name = _NAME
+        # The rounds in which ranks meet to stop.
+        self._stop = ""
 
     def register(self, subject: str, reduce: Reduce) -> None:
         """Add a subject for `collect`. Every rank does it, also one that never has a value of it."""
@@ -85,7 +104,7 @@ class StepExchange:
         self, count: torch.Tensor, group: dist.ProcessGroup | None
     ) -> Callable[[], torch.Tensor]:
         """Begin to sum a count over the ranks of a group. Returns a function that waits for the sum."""
-        if self._is_uneven:
+        if self.is_uneven:
             return lambda: torch.full_like(count, self._meet("items", float(count)))
         total = count.clone()
         work = dist.all_reduce(total, group=group, async_op=True)
@@ -102,7 +121,7 @@ class StepExchange:
         if self._world == 1:
             return bool(flag.item())
         number = _number(self.received)
-        if self._is_uneven:
+        if self.is_uneven:
             largest, number, _ = self._meet("step", [float(flag), number, 1])
         elif self.is_watching:
             message = torch.stack((flag, torch.full_like(flag, number)))
@@ -122,6 +141,86 @@ class StepExchange:
         return self._meet(subject, value)
 
     # -- signals
+
+    def watch(self) -> None:
+        """Exchange signals from here on. Every rank calls it."""
+        self.is_watching = True
+        if self._world > 1 and self.spread not in hang_watch.on_glance:
+            rounds = default_connection().rounds
+            self._stop = f"stop{rounds.get('watch', 0)}"
+            rounds["watch"] = rounds.get("watch", 0) + 1
+            hang_watch.on_glance.append(self.spread)
+
+    def end_watch(self) -> None:
+        """Exchange signals no longer."""
+        self.is_watching = False
+        if self.spread in hang_watch.on_glance:
+            hang_watch.on_glance.remove(self.spread)
+
+    def spread(self, store: dist.Store) -> None:
+        """Tell the other ranks of a signal that this one has received, or learn of theirs."""
+        if self.is_spread:
+            return
+        key = f"agree/{self._stop}"
+        if self.received is not None:
+            left = self.deadline - time.monotonic()
+            store.compare_set(key, "", json.dumps([self.received, left, time.time() + left]))
+        elif store.check([key]):
+            name, left, end = json.loads(store.get(key))
+            by_clock = end - time.time()
+            if abs(by_clock - left) < _SPREAD:
+                # The ranks end at the same time: none reports that it has lost another one.
+                left = by_clock
+            self.deadline = time.monotonic() + left
+            self.received = name
+        else:
+            return
+        self.is_spread = True
+        if self.on_spread is not None:
+            self.on_spread()
+
+    def meet_to_stop(self, position: list[int], patience: float) -> bool:
+        """Whether all ranks have come, at one position of the run: then they have agreed to stop there.
+
+        A rank that has gone on may wait for this one in a collective. So the first rank whose patience ends calls the
+        meeting off for all. Where the positions differ, the ranks behind go on, and the others wait for them.
+
+        Args:
+            position: numbers that grow during the run.
+            patience: seconds.
+        """
+        if self._world == 1:
+            return self.is_agreed
+        begin = time.monotonic()
+        while True:
+            meeting = Round(self._stop)
+            came = meeting.put([position, _number(self.received)])
+            is_called_off = meeting.store.check([meeting.key("outcome")])
+            if came == self._world and not is_called_off:
+                positions, numbers = zip(*meeting.values(meeting.ranks).values(), strict=True)
+                is_same = positions.count(position) == self._world
+                meeting.settle({"result": [max(positions), is_same, max(numbers)]})
+            limit = begin + patience - time.monotonic()
+            for waited in pauses(self._world, limit):
+                if meeting.store.check([meeting.key("outcome")]):
+                    break
+                if waited >= limit:
+                    meeting.settle({"absent": "a rank"})
+            result = meeting.outcome().result
+            if result is not None:
+                furthest, is_same, number = result
+                if is_same:
+                    self.agreed = signal.Signals(number).name
+                    return True
+                if position < furthest:
+                    return False
+            if time.monotonic() >= begin + patience:
+                return False
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the process has to end, so that it has ended at the deadline."""
+        return self.deadline - time.monotonic() - _ENDING
 
     @property
     def is_agreed(self) -> bool:
@@ -185,7 +284,7 @@ class StepExchange:
 
     def _begin(self, name: str) -> None:
         self._name = name
-        self._is_uneven = name != _NAME
+        self.is_uneven = name != _NAME
         self._absent = 0
         self._has_exchanged = False
         self._steps_left, self._last_exchange = 1, None
@@ -208,7 +307,7 @@ class StepExchange:
         meeting = Round(self._name)
         try:
             came, absent = meeting.put([subject, value]), self._absent
-            if self._is_uneven:
+            if self.is_uneven:
                 absent += int(meeting.store.add(meeting.key("left"), 0))
             if came + absent == self._world:
                 # Nobody comes after this rank. If another one leaves at this moment, both conclude, with one result.
@@ -274,3 +373,8 @@ def _total(counts: Mapping[int, float]) -> float:
 def _step(rows: Mapping[int, list[Any]]) -> list[Any]:
     flags, numbers, intervals = zip(*rows.values(), strict=True)
     return [max(flags), max(numbers), min(intervals)]
+
+
+def _time(rows: Mapping[int, list[float]]) -> list[float]:
+    left, needed, shares = zip(*rows.values(), strict=True)
+    return [min(left), max(needed), max(shares)]
