@@ -1,24 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects in buckets: what a store keeps, and what the errors say."""
 
+import itertools
+import multiprocessing
 import os
 import random
+import socket
 import threading
 import time
+import traceback
 from collections import Counter
 
 import pytest
-from s3_server import RandomFaults, S3Server, Script
+from s3_server import KEY, SECRET, TRANSIENT, RandomFaults, S3Server, Script
 
 from accelerate.core import buckets
 from accelerate.core.buckets import Bucket, is_bucket
 from accelerate.core.errors import (
+    BucketAccessError,
+    BucketUnreachableError,
     CheckpointError,
     ConfigurationError,
 )
 
 LIMIT = 1 << 30
-BIG = random.Random(0).randbytes(buckets.PART_SIZE * 2 + 12345)
+PART = 1 << 18
+BIG = random.Random(0).randbytes(PART * 2 + 12345)
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(buckets, "PART_SIZE", PART)
+    monkeypatch.setattr(buckets, "_SMALL", PART // 16)
 
 
 @pytest.fixture
@@ -107,8 +120,11 @@ def test_objects_are_written_read_listed_and_deleted(bucket):
 
 
 def test_long_listings_and_deletions(server, s3):
-    for number in range(2500):
-        s3.write(f"many/{number % 3}/{number}", [b"1"])
+    s3.write("many/0/0", [b"1"])
+    for number in range(1, 2500):
+        server.objects["bucket", f"many/{number % 3}/{number}"] = server.objects[
+            "bucket", "many/0/0"
+        ]
     keys = [entry.key for entry in s3.objects("many")]
     assert len(set(keys)) == 2500 and s3.children("many")[0] == ["0", "1", "2"]
     assert len(s3.children("many/1")[1]) == 833
@@ -117,17 +133,9 @@ def test_long_listings_and_deletions(server, s3):
 
 
 def test_large_objects_go_in_parts_and_come_in_ranges(bucket, server):
-    cut = buckets.PART_SIZE - 5
-
-    def pieces():
-        # The memory of a piece changes when the next one is taken.
-        memory = bytearray(cut)
-        for start in range(0, len(BIG), cut):
-            piece = BIG[start : start + cut]
-            memory[: len(piece)] = piece
-            yield memoryview(memory)[: len(piece)]
-
-    bucket.write("big", pieces(), len(BIG))
+    cuts = [0, 10, 20, 20, 30_000, 60_000, 60_003, PART, 2 * PART + 1, len(BIG) - 1, len(BIG)]
+    pieces = [memoryview(BIG)[start:stop] for start, stop in itertools.pairwise(cuts)]
+    bucket.write("big", pieces, len(BIG))
     target = bytearray(len(BIG) - 7)
     views = [memoryview(target)[:3], memoryview(target)[3:]]
     bucket.read("big", 7, views)
@@ -212,3 +220,150 @@ def test_of_two_writers_one_wins(server, s3):
             writer.join()
         assert winners == [server.data(key)]
     assert sum(server.injected.values()) > 10
+
+
+@pytest.mark.parametrize("fault", [*TRANSIENT, "cut cut reset"])
+@pytest.mark.parametrize("act", ["begin", "part", "complete", "get"])
+def test_a_large_object_survives_faults(server, s3, act, fault):
+    server.faults = Script(*fault.split(), act=act)
+    s3.write("big", [BIG])
+    target = bytearray(len(BIG))
+    s3.read("big", 0, [memoryview(target)])
+    assert target == BIG and s3.get("big", LIMIT) == BIG and not server.faults.names
+    # An upload whose begin was not answered is nobody's: the lifecycle rule of the bucket removes it.
+    assert len(server.uploads) == (act == "begin" and fault.endswith("after"))
+
+
+def test_a_lost_upload_is_an_error(server, s3):
+    server.faults = lambda request: server.uploads.clear() if request.act == "complete" else None
+    s3.write("big", [b"old"])
+    with pytest.raises(BucketUnreachableError, match="bucket/big"):
+        s3.write("big", [BIG])
+    assert server.data("big") == b"old"
+
+
+def acts_of(bucket):
+    """Each kind of request, on the key "x"."""
+    return [
+        lambda: bucket.get("x", 9),
+        lambda: bucket.read("x", 0, [memoryview(bytearray(5))]),
+        lambda: bucket.write("x", [b"1"]),
+        lambda: bucket.write("x", [BIG]),
+        lambda: bucket.create("x", b"1", is_equal_to(b"1")),
+        lambda: bucket.replace("x", b"1", {"e_tag": "1"}, is_equal_to(b"1")),
+        lambda: list(bucket.objects("x")),
+        lambda: bucket.children("x"),
+        lambda: bucket.delete(["x"]),
+    ]
+
+
+def check_errors(acts, kind, *facts):
+    for act in acts:
+        with pytest.raises(kind) as caught:
+            act()
+        assert all(fact in str(caught.value) for fact in facts)
+        told = "".join(traceback.format_exception(caught.value))
+        assert KEY not in told and SECRET not in told and "Signature" not in told
+        assert isinstance(caught.value, CheckpointError | ConfigurationError)
+        assert not isinstance(caught.value, FileNotFoundError)
+
+
+@pytest.mark.parametrize(
+    ("fault", "fact"),
+    [
+        ("403", "no right"),
+        ("skew", "clock"),
+        ("key", "AWS_ACCESS_KEY_ID"),
+        ("token", "AWS_ACCESS_KEY_ID"),
+    ],
+)
+def test_refusals(server, s3, fault, fact):
+    server.faults = lambda request: fault
+    check_errors(acts_of(s3), BucketAccessError, "s3://bucket/x", fact)
+    # The answer to HEAD has no text, so it does not say why.
+    check_errors([lambda: s3.stat("x"), lambda: s3.version("x")], BucketAccessError, "bucket/x")
+
+
+def test_a_key_does_not_decide_what_an_answer_means(server, s3, monkeypatch):
+    server.faults = lambda request: "403"
+    for key in ("redirect", "RequestTimeTooSkewed", "NoSuchBucket"):
+        check_errors([lambda key=key: s3.get(key, 9)], BucketAccessError, f"bucket/{key}", "right")
+    server.faults = None
+    with pytest.raises(FileNotFoundError):
+        s3.get("NoSuchBucket", 9)
+
+
+def test_a_bucket_that_does_not_exist(server):
+    bucket, _ = Bucket.of("s3://other")
+    check_errors(acts_of(bucket), BucketAccessError, "s3://other/x", "no such bucket")
+
+
+def test_a_store_without_conditional_puts(server, s3, monkeypatch):
+    monkeypatch.setenv("AWS_CONDITIONAL_PUT", "disabled")
+    bucket, _ = Bucket.of("s3://bucket")
+    acts = [lambda: bucket.create("x", b"1", is_equal_to(b"1"))]
+    check_errors(acts, BucketAccessError, "s3://bucket/x", "checkpoint check")
+
+
+@pytest.fixture
+def short_retries(monkeypatch):
+    monkeypatch.setattr(buckets, "RETRY_SECONDS", 0.5)
+    monkeypatch.setattr(buckets, "_buckets", {})
+
+
+def test_retries_have_a_limit(server, short_retries):
+    bucket, _ = Bucket.of("s3://bucket")
+    server.faults = lambda request: "503"
+    begin = time.monotonic()
+    check_errors(acts_of(bucket)[:3], BucketUnreachableError, "s3://bucket/x", "SlowDown")
+    check_errors(acts_of(bucket)[3:5], BucketUnreachableError, "s3://bucket/x")
+    assert time.monotonic() - begin < 30
+    server.faults = lambda request: "409"
+    acts = [lambda: bucket.create("x", b"1", is_equal_to(b"1"))]
+    check_errors(acts, BucketUnreachableError, "s3://bucket/x", "Conflict")
+
+
+def test_a_store_that_cannot_be_reached(server, short_retries, monkeypatch):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        closed = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        for endpoint, fact in [
+            (closed, "refused"),
+            (server.url.replace("http:", "https:"), "https://"),
+            ("http://host.invalid", "host.invalid"),
+        ]:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+            bucket, _ = Bucket.of("s3://bucket")
+            acts = acts_of(bucket)
+            check_errors([acts[0], acts[4]], BucketUnreachableError, "s3://bucket/x", fact)
+
+
+def test_without_credentials(server, short_retries, monkeypatch, tmp_path):
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    with pytest.raises(ConfigurationError, match=r"s3://bucket.*AWS_ACCESS_KEY_ID"):
+        Bucket.of("s3://bucket")[0].get("x", 9)
+    pytest.importorskip("boto3")
+    text = f"[default]\naws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n"
+    (tmp_path / "credentials").write_text(text)
+    bucket, _ = Bucket.of("s3://bucket")
+    bucket.write("x", [b"1"])
+    assert bucket.get("x", 9) == b"1"
+
+
+def test_a_forked_process_says_so(server, s3):
+    s3.write("x", [b"1"])
+    receiver, sender = multiprocessing.Pipe()
+
+    def read():
+        try:
+            sender.send(Bucket.of("s3://bucket")[0].get("x", 9))
+        except ConfigurationError as error:
+            sender.send(str(error))
+
+    child = multiprocessing.get_context("fork").Process(target=read)
+    child.start()
+    assert receiver.poll(30) and "forked" in receiver.recv()
+    child.join()

@@ -44,6 +44,7 @@ PART_SIZE = 16 << 20
 # S3 has at most 10,000 parts an object.
 _MOST_PARTS = 9_000
 _PARALLEL = 8
+_SMALL = 1 << 20
 # Requests are retried after 0.1 s, 0.2 s, ... 15 s.
 RETRY_SECONDS = 180.0
 _MOST_RETRIES = 10
@@ -91,7 +92,7 @@ _REFUSALS = (
         "Set {variables}",
     ),
     (
-        "NotImplemented|NotSupported|not supported|MethodNotAllowed",
+        "NotImplemented|NotSupported|MethodNotAllowed|not yet implemented",
         "the store has no such operation",
         "Use a store with conditional writes; `accelerate checkpoint check` says what this one lacks",
     ),
@@ -145,6 +146,8 @@ class Entry:
 
 _buckets: dict[Any, Bucket] = {}
 _lock = threading.Lock()
+# The threads of obstore are in the process that was the first to open a bucket. A child by `fork` would wait for them.
+_process = 0
 
 
 class Bucket:
@@ -168,6 +171,7 @@ class Bucket:
 
         Credentials and endpoint are those of the environment; those of S3 also boto3's where it is installed.
         """
+        global _process
         text = os.fsdecode(location)
         scheme, _, path = text.partition(":")
         scheme = scheme.lower()
@@ -188,6 +192,7 @@ class Bucket:
             identity = (url, "")
         with _lock:
             if identity not in _buckets:
+                _process = _process or os.getpid()
                 _buckets[identity] = cls(url, _open(scheme, name))
         return _buckets[identity], "/".join(parts)
 
@@ -243,26 +248,32 @@ class Bucket:
 
         Args:
             key: of the object. One that exists is replaced.
-            pieces: contiguous bytes. Their memory may change when the next one is taken.
+            pieces: contiguous bytes, which are sent without a copy: they may not change before this returns.
             size: that of the object in bytes, if known. It makes parts of a very large object larger.
         """
         import obstore
 
         part_size = max(PART_SIZE, -(-size // _MOST_PARTS))
-        stream = _parts(pieces, part_size)
-        first = next(stream, b"")
-        second = next(stream, None)
-        if second is None:
-            with self._named_errors("write", key):
-                obstore.put(self.store, key, first, use_multipart=False)
-            return
-        before = self.version(key)
+        stream = _joined(pieces)
+        first: list[memoryview | bytearray] = []
+        count = 0
+        while count <= PART_SIZE:
+            piece = next(stream, None)
+            if piece is None:
+                with self._named_errors("write", key):
+                    obstore.put(self.store, key, first, use_multipart=False)
+                return
+            first.append(piece)
+            count += len(piece)
+        before = None
+        with contextlib.suppress(BucketAccessError):
+            before = self.version(key)
         try:
             with self._named_errors("write", key):
                 obstore.put(
                     self.store,
                     key,
-                    itertools.chain([first, second], stream),
+                    itertools.chain(first, stream),
                     use_multipart=True,
                     chunk_size=part_size,
                     max_concurrency=_PARALLEL,
@@ -382,30 +393,36 @@ class Bucket:
         """A block of one request, whose errors become ours, except for those that are expected."""
         from obstore.exceptions import BaseError
 
+        if os.getpid() != _process:
+            raise ConfigurationError(
+                f"cannot {act} {self.url}/{key} in a process that was forked from one that has used a bucket: start "
+                "it by `spawn`, or use buckets in its children only"
+            )
         try:
             yield
         except expected:
             raise
         except FileNotFoundError as error:
-            if re.search(_REFUSALS[0][0], str(error)):
+            if re.search(_REFUSALS[0][0], _without_key(str(error), key)):
                 raise self._error(act, key, str(error)) from None
             raise FileNotFoundError(
                 errno.ENOENT, os.strerror(errno.ENOENT), f"{self.url}/{key}"
             ) from None
-        except (BaseError, ValueError) as error:
-            if re.search("InvalidRange|Invalid range|416", str(error)):
+        except (BaseError, ValueError, NotImplementedError) as error:
+            if re.search("InvalidRange|Invalid range|status code: 416", str(error)):
                 raise _too_short(f"{self.url}/{key}") from None
             # The text of the store may have the signature of a request, so it is no cause.
             raise self._error(act, key, str(error)) from None
 
     def _error(self, act: str, key: str, text: str) -> OSError:
         scheme = self.url.partition(":")[0]
+        answer = _without_key(text, key)
         for kind, facts in (
             (BucketAccessError, _REFUSALS),
             (BucketUnreachableError, _UNREACHABLE),
         ):
             for pattern, meaning, remedy in facts:
-                if re.search(pattern, text):
+                if re.search(pattern, answer):
                     remedy = remedy.format(variables=SCHEMES[scheme])
                     return kind(
                         f"cannot {act} {self.url}/{key}: {meaning} ({_reason(text)}). {remedy}"
@@ -454,20 +471,22 @@ def _credentials_of_boto3() -> Any:
         raise ValueError("there are no credentials") from None
 
 
-def _parts(pieces: Iterable[bytes | memoryview], size: int) -> Iterator[bytes]:
-    """The same bytes in parts of one size; the last part may be smaller."""
-    part = bytearray()
+def _joined(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview | bytearray]:
+    """The same bytes, with the small pieces joined: those of thousands of small tensors, for example."""
+    small = bytearray()
     for piece in pieces:
         view = memoryview(piece).cast("B")
-        while len(view):
-            taken = view[: size - len(part)]
-            part += taken
-            view = view[len(taken) :]
-            if len(part) == size:
-                yield bytes(part)
-                part = bytearray()
-    if part:
-        yield bytes(part)
+        if len(view) < _SMALL:
+            small += view
+            if len(small) < _SMALL:
+                continue
+        if small:
+            yield small
+            small = bytearray()
+        if len(view) >= _SMALL:
+            yield view
+    if small:
+        yield small
 
 
 def _too_short(url: str, wanted: int = 0) -> OSError:
@@ -484,6 +503,14 @@ def _version(meta: Any) -> Version:
 
 def _entry(meta: Any) -> Entry:
     return Entry(meta["path"], meta["size"], meta["last_modified"].timestamp())
+
+
+def _without_key(text: str, key: str) -> str:
+    """The text of an error without the words of the key, which say nothing about what has happened."""
+    text = re.sub(r"https?://\S+", "", text)
+    for form in (f"path {key}", f"location {key}", f'"{key}"'):
+        text = text.replace(form, "")
+    return text
 
 
 def _reason(text: str) -> str:
