@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from s3_server import S3Server, Stored
+from s3_server import S3Server, Stored, Upload
 
 from accelerate import Accelerator
 from accelerate.checkpointing import copying
@@ -151,8 +151,27 @@ def test_a_check_needs_a_bucket_that_is_there(tmp_path, capsys, monkeypatch):
     assert "accelerate[buckets]" in capsys.readouterr().err
 
 
+def test_unfinished_uploads(project, capsys, monkeypatch):
+    pytest.importorskip("boto3")
+    with S3Server() as server:
+        assert run("copy", project, "s3://bucket/run") == 0
+        for number, key in enumerate(("run/parts", "other/parts")):
+            server.uploads[str(number)] = Upload("bucket", key, 0.0, {})
+        capsys.readouterr()
+        assert run("list", "s3://bucket/run", "--uploads") == 0
+        told = capsys.readouterr().out
+        assert "run/parts: begun 1970-01-01" in told and "other/parts" not in told
+        server.faults = lambda request: "403"
+        assert run("list", "s3://bucket/run", "--uploads") == 2
+        assert "AccessDenied" in capsys.readouterr().err
+    for path in (project, "memory://uploads/run"):
+        assert run("list", path, "--uploads") == 2
+        assert str(path) in capsys.readouterr().err
+
+
 def test_nothing_there(tmp_path, capsys):
-    assert run("verify", tmp_path / "none") == 1
+    for action in (["verify"], ["list"], ["prune"], ["copy", tmp_path / "copy"]):
+        assert run(action[0], tmp_path / "none", *action[1:]) == 1
     assert "there is no checkpoint" in capsys.readouterr().err
 
 

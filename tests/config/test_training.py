@@ -12,7 +12,13 @@ from accelerate import Accelerator
 from accelerate.core import buckets
 from accelerate.core.errors import BucketAccessError, ConfigurationError
 from accelerate.inference import map_dataset
-from accelerate.utils import ProfileKwargs, ProjectConfiguration
+from accelerate.utils import (
+    FullyShardedDataParallelPlugin,
+    ProfileKwargs,
+    ProjectConfiguration,
+    merge_fsdp_weights,
+    save_fsdp_model,
+)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +57,11 @@ PLACES = {
     "logging_dir": lambda accelerator, model: Accelerator(
         cpu=True, log_with="local", project_config=ProjectConfiguration("run", logging_dir=BUCKET)
     ).init_trackers("values"),
+    "offload folder": lambda accelerator, model: accelerate.disk_offload(model, BUCKET),
+    "checkpoint_dir": lambda accelerator, model: merge_fsdp_weights(BUCKET, "out"),
+    "output_dir": lambda accelerator, model: save_fsdp_model(
+        FullyShardedDataParallelPlugin(), accelerator, model, BUCKET
+    ),
     "map_dataset": lambda accelerator, model: map_dataset(list, [1], BUCKET),
     "output_trace_dir": lambda accelerator, model: ProfileKwargs(output_trace_dir=BUCKET),
 }

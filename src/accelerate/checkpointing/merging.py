@@ -17,7 +17,7 @@ import torch
 from ..core import json_text
 from ..core.constants import MODEL_NAME, OPTIMIZER_NAME, SAFE_MODEL_NAME
 from ..core.errors import CheckpointError, ConfigurationError
-from ..core.files import atomic_write
+from ..core.files import atomic_write, user_path
 from ..core.objects import names_in_words
 from ..core.tensor_files import write_atomically
 from ..state import PartialState
@@ -55,7 +55,9 @@ def merge_fsdp_weights(
     """
     state = PartialState()
     if state.is_main_process:
-        merge(Path(checkpoint_dir), Path(output_path), safe_serialization, remove_checkpoint_dir)
+        folder = user_path(checkpoint_dir, "checkpoint_dir")
+        output = user_path(output_path, "output_path")
+        merge(folder, output, safe_serialization, remove_checkpoint_dir)
     state.wait_for_everyone()
 
 

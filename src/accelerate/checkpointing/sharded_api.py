@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from ..config.fsdp import FullyShardedDataParallelPlugin
 from ..core.constants import MODEL_NAME, OPTIMIZER_NAME
 from ..core.errors import CheckpointError, ConfigurationError
+from ..core.files import user_path
 from ..core.tensor_files import write_atomically
 from ..optimizer import plain_optimizer
 from ..parallel.fsdp.state import full_options, optimizer_state
@@ -152,7 +152,7 @@ def save_fsdp_model(
     `pytorch_model_fsdp.bin` for a full state, the folder `pytorch_model_fsdp_<index>` for a sharded one; without
     `use_dcp` a sharded state is one file a rank, as a local one is.
     """
-    folder = Path(output_dir)
+    folder = user_path(output_dir, "output_dir")
     # Each rank of transformers' Trainer (4.57, 5.24) looks for this folder just before this call. If the first rank
     # created it at once, the ranks would disagree about the best checkpoint.
     accelerator.wait_for_everyone()
@@ -189,7 +189,7 @@ def load_fsdp_model(
 
     A sharded state is read in the form that is there; where both are, `use_dcp` chooses.
     """
-    folder = Path(input_dir)
+    folder = user_path(input_dir, "input_dir")
     options = StateDictOptions(strict=not adapter_only)
     kind = _kind(fsdp_plugin)
     accelerator.wait_for_everyone()
@@ -220,7 +220,7 @@ def save_fsdp_optimizer(
     use_dcp: bool = True,
 ) -> None:
     """Save the optimizer of a sharded model: `optimizer.bin` for a full state, else the folder `optimizer_<index>`."""
-    folder = Path(output_dir)
+    folder = user_path(output_dir, "output_dir")
     folder.mkdir(parents=True, exist_ok=True)
     inner = plain_optimizer(optimizer)
     with _master_weights(accelerator, model, optimizer):
@@ -251,7 +251,7 @@ def load_fsdp_optimizer(
 
     It is read in the form that is there; where both are, `use_dcp` chooses.
     """
-    folder = Path(input_dir)
+    folder = user_path(input_dir, "input_dir")
     inner = plain_optimizer(optimizer)
     accelerator.wait_for_everyone()
     path = optimizer_shards(folder, optimizer_index)

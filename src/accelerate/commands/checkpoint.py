@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import importlib
 import json
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..core import env
+from ..core.bucket_path import BucketPath
 from ..core.buckets import is_bucket
 from ..core.errors import (
     BucketAccessError,
@@ -18,6 +22,7 @@ from ..core.errors import (
     ConfigurationError,
 )
 from ..core.files import location
+from ..core.imports import is_available
 from ..core.objects import size_of
 from .parser import Parser, exit_on, print_error
 
@@ -40,7 +45,10 @@ def parser() -> Parser:
 
     place = "a checkpoint, a folder of checkpoints, or the folder of a project; or such a place in a bucket"
     what = "show the checkpoints, and whether each is complete, without reading the weights"
-    add("list", what, place)
+    action = add("list", what, place)
+    action.add_argument(
+        "--uploads", action="store_true", help="also show unfinished uploads to S3; needs boto3"
+    )
     what = "read every file and compare its checksum with the manifest; exit code 1 if one differs"
     add("verify", what, place)
     what = (
@@ -67,29 +75,45 @@ def parser() -> Parser:
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the command. Exits with 1 if a checkpoint is incomplete or damaged, or if there is none."""
     options = parser().parse_args(arguments)
-    with exit_on(ConfigurationError):
-        if options.action == "check":
-            kept = _check_store(options.path, options.size, options.json)
-            sys.exit(0 if kept else 1)
-        path = location(options.path, "path")
-    with exit_on(BucketAccessError, BucketUnreachableError, code=1):
-        folders, damaged = _folders(path)
-        if options.action == "prune":
-            _prune(folders, path, options.keep, options.dry_run)
-            sys.exit(0)
-        if not folders and not (damaged and options.action == "list"):
-            print_error(f"there is no checkpoint in {path}")
-            sys.exit(1)
-        if options.action == "copy":
-            with exit_on(ConfigurationError):
-                target = location(options.target, "target")
-                sound = [_copied(folder, path, target) for folder in folders]
-        else:
-            check = _verified if options.action == "verify" else _listed
-            sound = [check(folder) for folder in folders]
-        if options.action == "list":
-            _list_leftovers(path, damaged)
-    sys.exit(0 if all(sound) else 1)
+    run = {"list": _list, "verify": _verify, "copy": _copy, "prune": _prune, "check": _check_store}
+    with (
+        exit_on(ConfigurationError),
+        exit_on(BucketAccessError, BucketUnreachableError, code=1),
+    ):
+        is_good = run[options.action](options)
+    sys.exit(0 if is_good else 1)
+
+
+def _list(options: argparse.Namespace) -> bool:
+    path = location(options.path, "path")
+    if options.uploads:
+        _list_uploads(path)
+    folders, damaged = _folders(path)
+    if not folders and not damaged:
+        return _nothing(path)
+    sound = [_listed(folder) for folder in folders]
+    _list_leftovers(path, damaged)
+    return all(sound)
+
+
+def _verify(options: argparse.Namespace) -> bool:
+    path = location(options.path, "path")
+    folders, _ = _folders(path)
+    sound = [_verified(folder) for folder in folders]
+    return all(sound) if folders else _nothing(path)
+
+
+def _copy(options: argparse.Namespace) -> bool:
+    path = location(options.path, "path")
+    target = location(options.target, "target")
+    folders, _ = _folders(path)
+    sound = [_copied(folder, path, target) for folder in folders]
+    return all(sound) if folders else _nothing(path)
+
+
+def _nothing(path: Path) -> bool:
+    print_error(f"there is no checkpoint in {path}")
+    return False
 
 
 def _list_leftovers(path: Path, damaged: list[Path]) -> None:
@@ -103,20 +127,46 @@ def _list_leftovers(path: Path, damaged: list[Path]) -> None:
         print(f"unfinished {folder}: a save was killed; `accelerate checkpoint prune` removes it")
 
 
-def _prune(folders: list[Path], path: Path, keep: int | None, is_dry: bool) -> None:
-    """Remove what killed saves have left below a path, and the oldest checkpoints beyond `keep`."""
+def _list_uploads(path: Path) -> None:
+    """Print the uploads to S3 that were neither completed nor removed. obstore does not list them."""
+    if not isinstance(path, BucketPath) or not path.bucket.url.startswith("s3://"):
+        raise ConfigurationError(f"--uploads: {path} is not in a bucket of S3")
+    if not is_available("boto3"):
+        raise ConfigurationError("--uploads: `pip install boto3`, which lists them")
+    boto3: Any = importlib.import_module("boto3")
+    errors: Any = importlib.import_module("botocore.exceptions")
+    name = path.bucket.url.removeprefix("s3://")
+    region = env.all_with_prefix("AWS_").get("AWS_REGION")
+    try:
+        client = boto3.client("s3", region_name=region)
+        pages = client.get_paginator("list_multipart_uploads")
+        for page in pages.paginate(Bucket=name, Prefix=path.key):
+            for upload in page.get("Uploads", ()):
+                print(f"upload {upload['Key']}: begun {upload['Initiated']}, not completed")
+    except (errors.BotoCoreError, errors.ClientError) as error:
+        raise ConfigurationError(f"--uploads: {path}: {error}") from None
+
+
+def _prune(options: argparse.Namespace) -> bool:
+    """Remove what killed saves have left, and the oldest checkpoints beyond those to keep."""
     from ..checkpointing.layout import discard, leftovers_of, superfluous
 
+    path = location(options.path, "path")
+    if not path.is_dir():
+        return _nothing(path)
+    folders, _ = _folders(path)
     removed = leftovers_of(path)
-    if keep is not None and folders != [path]:
-        removed += superfluous(folders[0].parent, keep)
-    word = "would remove" if is_dry else "removed"
+    if options.keep is not None and folders not in ([], [path]):
+        removed += superfluous(folders[0].parent, options.keep)
     for folder in removed:
-        if not is_dry:
+        if options.dry_run:
+            print(f"would remove {folder}")
+        else:
             discard(folder)
-        print(f"{word} {folder}")
+            print(f"removed {folder}")
     if not removed:
         print(f"there is nothing to remove in {path}")
+    return True
 
 
 def _copied(folder: Path, path: Path, target: Path) -> bool:
@@ -136,23 +186,23 @@ def _copied(folder: Path, path: Path, target: Path) -> bool:
     return True
 
 
-def _check_store(location: str, size: int, as_json: bool) -> bool:
+def _check_store(options: argparse.Namespace) -> bool:
     """Print each promise of the store of a location. Return whether all were kept."""
-    if not is_bucket(location):
+    if not is_bucket(options.path):
         raise ConfigurationError(
-            f"{location} is a local path: check a place in a bucket, such as s3://bucket/run"
+            f"{options.path} is a local path: check a place in a bucket, such as s3://bucket/run"
         )
     from .bucket_check import StoreCheck
 
     promises = []
-    for promise in StoreCheck(location, size << 20).promises():
+    for promise in StoreCheck(options.path, options.size << 20).promises():
         promises.append(promise)
-        if not as_json:
+        if not options.json:
             word = "ok  " if promise.kept else "BAD "
             print(f"{word} {promise.name}: {promise.detail}", flush=True)
-    if as_json:
+    if options.json:
         rows = [dataclasses.asdict(promise) for promise in promises]
-        print(json.dumps({"location": location, "promises": rows}, indent=1))
+        print(json.dumps({"location": options.path, "promises": rows}, indent=1))
     return all(promise.kept for promise in promises)
 
 

@@ -19,7 +19,9 @@ from ..certify import settings as recorded
 from ..certify.comparison import Comparison, read_steps
 from ..checkpointing.layout import read_manifest, unfit
 from ..core import devices, env
+from ..core.buckets import is_bucket
 from ..core.errors import ConfigurationError
+from ..core.files import location
 from ..telemetry.records import events_file
 from . import rows
 from .recorder import ENVIRONMENT
@@ -100,6 +102,8 @@ class Replay:
         for text in sorted(saved, key=lambda path: -saved[path]):
             step = saved[text]
             path = Path(self.attempt["folder"], text)
+            if is_bucket(text):
+                path = location(text, "checkpoint")
             if step >= self.step or unfit(path) is not None:
                 continue
             # Another save may have replaced it.

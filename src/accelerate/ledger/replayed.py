@@ -92,7 +92,7 @@ class ReplayedCheckpoints(RunCheckpoints):
         begin = time.perf_counter()
         self._before_load()
         with self._run_state(is_saved=False) as run:
-            report = load_run(run, Path(self.replay.checkpoint), process=PartialState())
+            report = load_run(run, self.replay.checkpoint, process=PartialState())
         self._apply(report, "resumed", begin)
         return report
 

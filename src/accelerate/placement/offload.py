@@ -15,7 +15,7 @@ import torch
 
 from ..core import json_text
 from ..core.errors import CheckpointError, ConfigurationError
-from ..core.files import atomic_write, require_regular
+from ..core.files import atomic_write, require_regular, user_path
 from ..core.modules import is_wrapper_subclass
 from ..core.tensor_files import READ_ERRORS, dtype_name
 from .names import Place, is_within
@@ -140,6 +140,7 @@ def save_offload_index(
 
 def check_folder(folder: str | os.PathLike[str]) -> None:
     """Make an offload folder; raises ConfigurationError where no file can be written to it."""
+    user_path(folder, "offload folder")
     try:
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
