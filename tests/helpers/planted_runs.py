@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from accelerate.telemetry.records import STEP, events_file, header_bytes, steps_file
+from accelerate.telemetry.records import FLAG_FIRST, STEP, events_file, header_bytes, steps_file
 
 START = 1_760_000_000.0
 
@@ -29,6 +29,8 @@ def planted_records(
     number = np.arange(begin, begin + steps)
     found = np.zeros(steps, STEP)
     found["step"], found["steps"] = number, 1
+    if begin == 1:
+        found["flags"][0] = FLAG_FIRST
     noise = random.normal(1, 0.03, (7, steps)).astype("f4")
     late = np.where(np.arange(steps) >= steps // 2, 0.03, 0).astype("f4")
     found["data"] = 0.004 * noise[0]

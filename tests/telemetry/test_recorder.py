@@ -382,6 +382,7 @@ while True:
 def test_a_killed_process_loses_a_moment(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(KILLED)
+    launched = time.time()
     process = subprocess.Popen(
         [sys.executable, script, tmp_path], stdout=subprocess.PIPE, text=True
     )
@@ -407,7 +408,9 @@ def test_a_killed_process_loses_a_moment(tmp_path):
     again.close()
     assert len(read_steps(steps_file(tmp_path, 0))) == len(rows) + 1
     assert (steps_file(tmp_path, 0).stat().st_size - HEADER_SIZE) % STEP.itemsize == 0
-    assert [event["event"] for event in events(tmp_path)] == ["start", "start", "end"]
+    start, *others = events(tmp_path)
+    assert [event["event"] for event in (start, *others)] == ["start", "start", "end"]
+    assert start["time"] - start["seconds"] == pytest.approx(launched, abs=0.3)
 
 
 UNFINISHED = """
@@ -442,6 +445,12 @@ def test_a_script_that_ends_without_end_training(end, tmp_path):
     assert (done.returncode, "Traceback" in done.stderr) == (3 if end == "failed" else 0, False)
     assert read_steps(steps_file(tmp_path, 0))["steps"].sum() == 50
     assert [event["event"] for event in events(tmp_path)] == ["start", "end"]
+
+
+def test_a_session_is_older_than_its_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    TelemetryWriter(tmp_path, 0, world_size=1).close()
+    assert events(tmp_path)[0]["seconds"] == 0
 
 
 def limited(folder):

@@ -403,6 +403,8 @@ function tile(title, value, className = "") {
   return element("div", { className: `card tile ${className}` }, element("small", {}, title), element("b", {}, value));
 }
 
+const goodputText = (run) => run.summary.goodput ? `${(run.summary.goodput.share * 100).toFixed(1)} %` : "–";
+
 function slowText(run) {
   const ranks = run.summary.stragglers.map(({ rank }) => rank);
   const names = ranks.slice(0, 3).join(", ") + (ranks.length > 3 ? ` + ${ranks.length - 3}` : "");
@@ -425,20 +427,20 @@ function overview() {
       ...(run.summary.seconds ? [tile("Step time, mean", FORMATS.seconds(run.summary.seconds))] : []),
       ...(run.summary.throughput ? [tile(`${run.unit} / s`, compact(run.summary.throughput, 3))] : []),
       ...(run.summary.utilization ? [tile("Utilization (MFU)", `${(run.summary.utilization * 100).toFixed(1)} %`)] : []),
-      ...(run.summary.goodput ? [tile("Goodput", `${(run.summary.goodput.share * 100).toFixed(1)} %`)] : []),
+      ...(run.summary.goodput ? [tile("Goodput", goodputText(run))] : []),
       ...(run.summary.memory.device ? [tile("Device memory", FORMATS.bytes(run.summary.memory.device))]
         : run.summary.memory.host ? [tile("Host memory", FORMATS.bytes(run.summary.memory.host))] : []),
       ...(run.ranks.length > 1 ? [tile(`Slow, of ${run.ranks.length} ranks`, slowText(run), slow ? "slow" : "")] : []),
       ...(run.summary.skipped ? [tile("Skipped steps", FORMATS.step(run.summary.skipped))] : [])));
     return;
   }
-  const names = ["Run", "State", "Step", "Loss", "Step time", "Throughput", "Ranks", "Slow ranks"];
+  const names = ["Run", "State", "Step", "Loss", "Step time", "Throughput", "Ranks", "Slow ranks", "Goodput"];
   const body = runs.map((run, at) => {
     const box = element("input", { type: "checkbox", checked: !state.hidden.has(at) });
     box.onchange = () => { if (box.checked) state.hidden.delete(at); else state.hidden.add(at); render(); };
     const cells = [element("label", {}, box, " ", swatch(runColor(at)), run.name), runState(run), FORMATS.step(run.last),
       compact(last(run.curves.loss?.mean)), FORMATS.seconds(run.summary.seconds ?? NaN),
-      run.summary.throughput ? `${compact(run.summary.throughput, 3)} ${run.unit}/s` : "–", String(run.ranks.length), slowText(run)];
+      run.summary.throughput ? `${compact(run.summary.throughput, 3)} ${run.unit}/s` : "–", String(run.ranks.length), slowText(run), goodputText(run)];
     return element("tr", {}, ...cells.map((cell, i) => element("td", { className: i === 7 && run.summary.stragglers.length ? "slow" : "", id: i === 1 ? `state${at}` : "", "data-name": names[i] }, cell)));
   });
   if ($("runs").contains(document.activeElement)) return; // a click would be lost
