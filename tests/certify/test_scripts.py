@@ -18,6 +18,16 @@ from accelerate.certify.certificate import CODES
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PAGE = Path(__file__).parents[2] / "docs" / "exactness.md"
+LINK = re.compile(r"certify/scripts/(\w+)\.py")
+# The columns of its table, with the layout in which their scripts are certified.
+COLUMNS = {
+    "DDP": "ddp:2",
+    "FSDP2": "fsdp:2",
+    "FSDP1": "fsdp1:2",
+    "tensor parallel": "tp:2",
+    "pipeline": "pp:2",
+    "context parallel": "cp:2",
+}
 
 
 def named_layouts() -> dict[str, list[str]]:
@@ -46,8 +56,29 @@ def program_of(name: str) -> Callable[[], Any]:
 
 
 def test_each_script_of_the_page_names_its_layouts() -> None:
-    linked = set(re.findall(r"certify/scripts/(\w+)\.py", PAGE.read_text()))
+    linked = set(LINK.findall(PAGE.read_text()))
     assert linked == set().union(*LAYOUTS.values())
+
+
+def test_each_exact_cell_has_a_script_that_is_certified() -> None:
+    """Each row links scripts, of which one is certified in the layout of each column whose cell says exact."""
+    header, _, *rows = [line for line in PAGE.read_text().splitlines() if line.startswith("|")][:40]
+    names = [name.strip() for name in header.strip("|").split("|")]
+    assert set(COLUMNS) < set(names)
+    missing, cells = [], 0
+    for row in rows:
+        if row.count("|") != header.count("|"):
+            break
+        texts = dict(zip(names, row.strip("|").split("|"), strict=True))
+        scripts = set(LINK.findall(texts["certified script"]))
+        for column, layout in COLUMNS.items():
+            if not texts[column].strip().startswith("exact"):
+                continue
+            cells += 1
+            if scripts.isdisjoint(LAYOUTS.get(layout, ())):
+                missing.append(f"{texts['']}: {column}")
+    assert cells > 50
+    assert not missing, "\n".join(missing)
 
 
 @pytest.mark.thorough

@@ -17,7 +17,7 @@ from states import reset_states
 
 from accelerate.certify.certificate import Certificate, Row
 from accelerate.certify.comparison import FAILED
-from accelerate.certify.layouts import parse
+from accelerate.certify.layouts import Layout, parse
 from accelerate.certify.runs import NoVerdict, Recorded, Script
 from accelerate.certify.settings import VARIABLE, Settings
 from accelerate.config import launch_file
@@ -31,13 +31,16 @@ from accelerate.utils import set_seed
 LIMIT = 600.0
 # A program of a test: what a script does, in a function at the top level of a module.
 Program = Callable[[], None]
-# Of the repetitions of correct programs; `CERTIFY_SEEDS="3 4 5"` repeats them with others.
-SEEDS = [int(seed) for seed in os.environ.get("CERTIFY_SEEDS", "0 1 2").split()]
+
+
+def seeds(usual: str) -> list[int]:
+    """Those of the repetitions of correct programs; `CERTIFY_SEEDS="3 4 5"` repeats them with others."""
+    return [int(seed) for seed in os.environ.get("CERTIFY_SEEDS", usual).split()]
 
 
 def repetitions(names: Sequence[str]) -> list[str]:
     """Each program with each seed."""
-    return [f"{name}-{seed}" for name in names for seed in SEEDS]
+    return [f"{name}-{seed}" for name in names for seed in seeds("0 1 2")]
 
 
 def repetition(name: str, program_of: Callable[[str], Program]) -> Program:
@@ -66,10 +69,22 @@ class RunsOnOne:
         return self.plain, self.moved
 
 
+# Names layouts of FSDP1 in tests.
+FSDP1 = "fsdp1:"
+
+
+def parsed(layout: str) -> Layout:
+    """The layout of a text, with the version of FSDP left out."""
+    return parse(layout.replace(FSDP1, "fsdp:"))
+
+
 def environment(layout: str, folder: Path) -> dict[str, str | None]:
     """The variables that a launch sets on each rank of a layout."""
     file = folder / f"{layout.replace(':', '')}.yaml"
-    file.write_text(yaml.safe_dump(parse(layout).configuration(cpu=True)))
+    options = {}
+    if layout.startswith(FSDP1):
+        options = {"fsdp_config": {"fsdp_version": "1", "fsdp_use_orig_params": True}}
+    file.write_text(yaml.safe_dump(parsed(layout).configuration(True, options)))
     return {**variables(resolve_settings({}, launch_file.read(file))), "OMP_NUM_THREADS": "1"}
 
 
@@ -123,14 +138,14 @@ def verdicts(
         folder: of the records.
         steps: optimizer steps.
     """
-    parsed = parse(layout)
+    tested = parsed(layout)
     variables = environment(layout, folder)
     own = {"layout": {"steps": steps}}
     single = {
-        "plain": {"steps": steps, "shards": parsed.shards},
-        "moved": {"steps": steps, "shards": parsed.shards, "perturb": True},
+        "plain": {"steps": steps, "shards": tested.shards},
+        "moved": {"steps": steps, "shards": tested.shards, "perturb": True},
     }
-    ranks(parsed.processes).run(record_on_rank, names, folder, own, env=variables, timeout=LIMIT)
+    ranks(tested.processes).run(record_on_rank, names, folder, own, env=variables, timeout=LIMIT)
     on_cpu = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     ranks(1).run(record_on_rank, names, folder, single, env=on_cpu, timeout=LIMIT)
     rows = {name: verdict(name, layout, folder, steps) for name in names}
@@ -144,8 +159,8 @@ def verdict(name: str, layout: str, folder: Path, steps: int) -> Row:
     own = folder / name
     reference = RunsOnOne(recorded(own / "plain"), recorded(own / "moved"))
     script = Script(launched.Program(__file__), {}, Settings("", steps), cpu=True)
-    certificate = Certificate(script, [parse(layout)])
+    certificate = Certificate(script, [parsed(layout)])
     try:
-        return certificate.compare(parse(layout), recorded(own / "layout"), reference)  # type: ignore[arg-type]
+        return certificate.compare(parsed(layout), recorded(own / "layout"), reference)  # type: ignore[arg-type]
     except NoVerdict as reason:
         return Row(layout, FAILED, notes=[str(reason)])

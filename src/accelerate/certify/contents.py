@@ -77,23 +77,23 @@ def options(objects: RunObjects, optimizer: AcceleratedOptimizer) -> Tensors:
 
 
 def parameters_and_buffers(objects: RunObjects) -> tuple[Tensors, Tensors]:
-    """The state of all models: parameters, frozen ones too, and all else."""
+    """The state of all models: parameters, frozen ones too, and buffers."""
     parameters: Tensors = {}
     buffers: Tensors = {}
     for prefix, prepared in _models(objects):
         if _is_readable(prepared):
             state = prepared.inner.state_dict()
-            names = {name for name, _ in _parameters(prepared)}
         else:
             state = prepared.checkpoint_state_dict()
-            names = prepared.trained_names()
+        model = state_template(prepared)
+        names_of_buffers = {canonical_name(name) for name, _ in model.named_buffers()}
         for key, value in state.items():
             if not isinstance(value, torch.Tensor) or value.is_meta:
                 continue
             name = canonical_name(key)
-            tensors = buffers
-            if name in names:
-                tensors = parameters
+            tensors = parameters
+            if name in names_of_buffers:
+                tensors = buffers
             tensors[prefix + name] = value
     return parameters, buffers
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accumulated gradients, clipped by their norm, and a schedule.
 
-Certified in ddp:2 fsdp:2 tp:2 pp:2 cp:2.
+Certified in ddp:2 fsdp:2 fsdp1:2 tp:2 pp:2 cp:2 sp:2 ddp:2xfsdp:2.
 """
 
 import torch
-from models import Decoder, Documents, loss_of
+from models import Decoder, Documents, loss_of, split_sequences
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
@@ -22,7 +22,7 @@ def main() -> None:
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     for _ in range(2):
         for batch in loader:
-            with accelerator.accumulate(model):
+            with accelerator.accumulate(model), split_sequences(accelerator, batch):
                 accelerator.backward(loss_of(model, batch))
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 0.5)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Low-rank adapters beside frozen layers.
 
-Certified in ddp:2 fsdp:2 pp:2.
+Certified in ddp:2 fsdp:2 fsdp1:2 pp:2.
 """
 
 import torch

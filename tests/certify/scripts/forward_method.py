@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A method that computes with the parameters, beside the forward.
 
-Certified in ddp:2 fsdp:2 tp:2.
+Certified in ddp:2 fsdp:2 fsdp1:2 tp:2.
 """
 
 import torch

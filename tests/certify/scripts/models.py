@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset
+
+from accelerate import Accelerator
 
 WORDS, LENGTH, WIDTH, HEADS = 24, 8, 16, 4
 
@@ -89,6 +93,14 @@ class Documents(Dataset):
             "position_ids": positions,
             "labels": labels,
         }
+
+
+def split_sequences(
+    accelerator: Accelerator, batch: dict[str, torch.Tensor]
+) -> AbstractContextManager[None]:
+    """The block in which a batch has this rank's part of the sequences, in a layout that splits them."""
+    buffers = list(batch.values())
+    return accelerator.maybe_context_parallel(buffers, [1] * len(buffers), set(buffers))
 
 
 def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

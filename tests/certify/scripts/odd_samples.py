@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples that the processes cannot share equally, each of which counts once: `exact=True`.
 
-Certified in ddp:2 fsdp:2.
+Certified in ddp:2 fsdp:2 fsdp1:2.
 """
 
 import torch

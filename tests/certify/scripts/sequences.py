@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model that mixes a sequence by a convolution and a recurrence, with a head on its mean and its first token.
 
-Certified in ddp:2 fsdp:2 tp:2 pp:2.
+Certified in ddp:2 fsdp:2 fsdp1:2 tp:2 pp:2.
 """
 
 import torch

@@ -306,6 +306,7 @@ def refusals():
     return {
         "a split point": (Chain, Options(split_points=["blocks.7"]), "blocks.7"),
         "stages": (lambda: own(layers=1), four, "1 blocks"),
+        "compiled": (lambda: torch.compile(Chain()), four, "dynamo_plugin"),
         "samples": (Chain, Options(num_microbatches=9), "num_microbatches=9", forward),
         "division": (own, early, "num_microbatches=3", lambda model: model(TOKENS, labels=LABELS)),
         "skip": (lambda: Chain(skip=True).eval(), four, skipped, forward),

@@ -11,6 +11,7 @@ from torch import nn
 from ...config.parallel import PipelineParallelConfig
 from ...core.errors import PrepareError
 from ...core.imports import is_torch_version
+from ...torch_internals.compiled import is_compiled_module
 
 # Options of transformers models that request the outputs of all blocks.
 COLLECTING = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -18,6 +19,11 @@ COLLECTING = ("output_hidden_states", "output_attentions", "output_router_logits
 
 def check(model: nn.Module, options: PipelineParallelConfig) -> None:
     """Raise PrepareError for what a model or its options cannot have in a pipeline."""
+    if is_compiled_module(model):
+        raise PrepareError(
+            "torch.compile has wrapped the model before it was split into stages. Give prepare the plain model, and "
+            "the Accelerator dynamo_plugin=TorchDynamoPlugin(...)"
+        )
     schedule = options.schedule_row
     if schedule.implementation is not None:
         if options.loss_reduction is None and options.num_items is None:
