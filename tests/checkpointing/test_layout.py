@@ -89,7 +89,7 @@ def test_a_replacement_cut_off_at_each_step_loses_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(committing, "drop_temporary", lambda temporary: None)
-        patch.setattr("accelerate.checkpointing.saving.drop_temporary", lambda temporary: None)
+        patch.setattr("accelerate.checkpointing.pending.drop_temporary", lambda temporary: None)
         patch.setattr(os, "rename", counted(os.rename))
         patch.setattr(committing.shutil, "rmtree", counted(committing.shutil.rmtree))
         patch.setattr(committing, "fsync_path", counted(committing.fsync_path))

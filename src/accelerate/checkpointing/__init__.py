@@ -30,7 +30,8 @@ EXPORTS = {
     "checkpointing.merging": ["merge_fsdp_weights"],
     "checkpointing.preemption": ["PreemptionWatch"],
     "checkpointing.run_state": ["PendingGradients", "RunState", "check_custom"],
-    "checkpointing.saving": ["Options", "save_run"],
+    "checkpointing.pending": ["Options"],
+    "checkpointing.saving": ["save_run"],
     "checkpointing.sharded": ["ShardedState"],
     "checkpointing.sharded_api": [
         "load_fsdp_model",

@@ -19,11 +19,11 @@ from .loading import load_newest as load_newest
 from .loading import load_run as load_run
 from .loading import resume as resume
 from .merging import merge_fsdp_weights as merge_fsdp_weights
+from .pending import Options as Options
 from .preemption import PreemptionWatch as PreemptionWatch
 from .run_state import PendingGradients as PendingGradients
 from .run_state import RunState as RunState
 from .run_state import check_custom as check_custom
-from .saving import Options as Options
 from .saving import save_run as save_run
 from .sharded import ShardedState as ShardedState
 from .sharded_api import load_fsdp_model as load_fsdp_model

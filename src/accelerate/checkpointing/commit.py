@@ -33,6 +33,7 @@ from typing import BinaryIO
 
 import psutil
 
+from ..core.bucket_path import BucketPath
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import (
     follow_links,
@@ -91,6 +92,8 @@ class RunLocks:
 
         It is a lock outside of the user's folders. Raises FolderInUse when another live run has it.
         """
+        if isinstance(directory, BucketPath):
+            return  # the commit decides
         path = _run_lock_path(directory)
         if path is not None:
             self._acquire(path, directory)
@@ -471,6 +474,8 @@ def recover_interrupted_commit(folder: Path) -> None:
 
 def can_restore(folder: Path) -> bool:
     """Whether a kill has left a checkpoint next to its place, for `restore`."""
+    if isinstance(folder, BucketPath):
+        return False
     return any(siblings(Path(os.path.realpath(folder)), "swap"))
 
 
@@ -479,6 +484,8 @@ def restore(folder: Path) -> None:
 
     Nothing is done while a run saves into the folder, nor where nothing can be written.
     """
+    if isinstance(folder, BucketPath):
+        return
     with contextlib.suppress(OSError, ConfigurationError):
         target = follow_links(folder, "load_state")
         if not (target / MANIFEST).exists() and not in_use_elsewhere(target):

@@ -7,6 +7,7 @@ caller passes `allow_pickle=True`.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import re
@@ -19,6 +20,7 @@ import torch
 from torch.serialization import MAP_LOCATION
 from torch.types import FileLike
 
+from ..core.bucket_path import BucketPath
 from ..core.constants import RNG_STATE_NAME, SAMPLER_NAME
 from ..core.errors import CheckpointError
 from ..core.files import require_regular
@@ -49,6 +51,10 @@ def load_pickled(
 
     Raises CheckpointError, and runs nothing from the file, when it holds more than that and `allow_pickle` is False.
     """
+    if isinstance(file, BucketPath):
+        return load_pickled(
+            io.BytesIO(file.read_bytes()), allow_pickle, map_location, str(file), **options
+        )
     path = file if isinstance(file, (str, os.PathLike)) else name
     try:
         if path is file:
@@ -57,6 +63,8 @@ def load_pickled(
             return torch.load(file, map_location=map_location, weights_only=True, **options)
     except pickle.UnpicklingError as error:
         if allow_pickle:
+            if isinstance(file, io.BytesIO):
+                file.seek(0)
             return torch.load(file, map_location=map_location, weights_only=False, **options)
         named = str(error).partition("GLOBAL ")[2].split()
         if named:

@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..core import json_text
+from ..core.bucket_path import BucketPath
 from ..core.errors import CheckpointError
 from ..core.files import reason
 from ..core.json_text import JSONObject
@@ -491,7 +492,9 @@ def read_document_into(
     path = folder / f"{name}.safetensors"
     sink = TensorSink()
     encode(current, sink, root)
-    if not sink.tensors or path.name not in manifest.files:
+    is_in_bucket = isinstance(folder, BucketPath)
+    if not sink.tensors or path.name not in manifest.files or is_in_bucket:
+        # From a bucket it is read once.
         value = read_document(io, folder, name, manifest, unshare=True)
         return lambda: value
     with damage(text_path):

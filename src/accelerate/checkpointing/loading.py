@@ -7,11 +7,11 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from ..core.errors import CheckpointError, ConfigurationError, MissingCheckpointError
-from ..core.files import reason
+from ..core.files import location, reason
 from ..core.json_text import JSONObject
 from ..core.objects import ranks_in_words, values_in_words
 from ..core.trees import map_leaves
@@ -132,7 +132,7 @@ def load_run(
     Raises on every rank: CorruptCheckpoint with the bad files' names, CheckpointMismatch with the lists of missing,
     unexpected and differently shaped entries, CheckpointError for anything else.
     """
-    folder = Path(folder)
+    folder = location(folder, "load_state")
     if process.local_process_index == 0 and not (folder / MANIFEST).exists():
         restore(folder)
     agreement = Agreement(process)
@@ -183,7 +183,7 @@ def _load(
             run = source.run
             plan = _read(run, source, process, strict, models_only)
         except FileNotFoundError as caught:
-            error = CorruptCheckpoint(f"{folder} has no {Path(caught.filename or '').name}")
+            error = CorruptCheckpoint(f"{folder} has no {PurePath(caught.filename or '').name}")
         except Exception as caught:
             error = caught
         row: JSONObject = {
@@ -538,7 +538,7 @@ def resume(
     With `locks` the run takes the directory's lock. Raises FolderInUse if another live run saves into it, and
     CheckpointError if there are checkpoints and none is valid: starting over would hide the loss.
     """
-    directory = Path(directory)
+    directory = location(directory, "directory")
     agreement = Agreement(process)
     _meet(agreement, timeout)
     # By checkpoint: why it was not loaded.
@@ -556,7 +556,7 @@ def resume(
             newest = _number(name)
             for path, why in {**listing["skipped"], **damaged}.items():
                 if _number(path) > newest:
-                    report.skipped.append((Path(path), why))
+                    report.skipped.append((location(path, "folder"), why))
             for folder, why in report.skipped if process.process_index == 0 else ():
                 logger.warning("checkpoint %s was skipped: %s", folder, why)
             return report
@@ -568,7 +568,7 @@ def resume(
     reasons = {**listing["skipped"], **damaged}
     if not reasons:
         return None
-    reports = "; ".join(f"{Path(path).name}: {why}" for path, why in reasons.items())
+    reports = "; ".join(f"{PurePath(path).name}: {why}" for path, why in reasons.items())
     raise CheckpointError(
         f"no valid checkpoint is left in {directory}: {reports}. Nothing was moved or removed: restore one of them, "
         "or move them away to start anew"

@@ -9,18 +9,16 @@ import functools
 import json
 import logging
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.errors import CheckpointError, CommunicationError, ConfigurationError
-from ..core.files import follow_links, user_path
+from ..core.errors import CheckpointError, CommunicationError
+from ..core.files import location
 from ..core.json_text import JSONObject
 from ..core.modules import class_name
 from ..core.objects import ranks_in_words, spans, values_in_words
-from ..core.tensor_files import ALIASES, write_file
+from ..core.tensor_files import ALIASES
 from ..parallel.adapters import config_text
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from ..parallel.unwrap import extract_model_from_parallel, is_peft_model
@@ -34,20 +32,11 @@ from ..runtime.agreement import (
 )
 from ..runtime.communication import is_lost
 from ..runtime.passing import others_went_on
-from .commit import (
-    UNFINISHED,
-    RunLocks,
-    check_lock,
-    commit,
-    drop_temporary,
-    open_temporary,
-    save_target,
-)
+from .commit import UNFINISHED
 from .documents import documents
 from .files import (
     BlockIO,
     FileRecord,
-    Segment,
     only_tensors,
     segments,
     with_own_storages,
@@ -55,7 +44,6 @@ from .files import (
 )
 from .kinds import (
     SESSION,
-    ObjectState,
     Written,
     check_same_entries,
     collect,
@@ -65,188 +53,14 @@ from .kinds import (
     rank_entries,
     session_rank_name,
 )
-from .layout import (
-    DamagedCheckpoint,
-    Manifest,
-    folder_identity,
-    numbered,
-    rank_document_name,
-    rotate,
-    set_aside,
-    stamp,
-)
+from .layout import Manifest, is_taken, numbered, rank_document_name, rotate, stamp
+from .pending import Options, PendingCheckpoint, UndecidedError, pending_checkpoint
 from .run_state import RunState, StateDict, state_template
 
 if TYPE_CHECKING:
     from .writer import Writer
 
 logger: logging.Logger = logging.getLogger(__name__)
-
-COMPLETION = 1800.0  # seconds within which every rank must have come to an exchange
-_VISIBLE = 10.0  # seconds until a folder made on another machine must be visible here
-
-
-@dataclass
-class Options:
-    """How a run is saved.
-
-    Fields:
-        checkpoints: the directory to rotate in after the commit; None for no rotation.
-        locks: where the run keeps, to its end, that it saves into `checkpoints`. None: it does not.
-        damaged: checkpoints that a load has skipped. Those in the same directory are renamed before the save.
-    """
-
-    layout: str = "native"
-    safe_serialization: bool = True
-    save_on_each_node: bool = False
-    timeout: float = COMPLETION
-    checkpoints: Path | None = None
-    total_limit: int | None = None
-    locks: RunLocks | None = None
-    damaged: Sequence[DamagedCheckpoint] = ()
-
-    def __post_init__(self) -> None:
-        if self.layout not in ("native", "compat"):
-            raise ConfigurationError(
-                f"layout={self.layout!r}: a checkpoint's layout is 'native' or 'compat'"
-            )
-
-
-@dataclass
-class PendingCheckpoint:
-    """A save in progress: what this rank writes, and where.
-
-    Args:
-        given: the folder as the caller names it, to compare with other ranks.
-    """
-
-    given: Path
-    process: Process
-    options: Options
-    folder: Path = field(init=False)
-    world_size: int = field(init=False)
-    # that of the folder next to `folder` that is written to; empty until it is known
-    temporary_name: str = ""
-    is_alone: bool = False  # only rank 0 saves; then `process` is a run of one
-    home: int = 0  # the rank that owns the folder this rank writes to
-    files: dict[str, list[Segment]] = field(default_factory=dict)
-    pickled: dict[str, object] = field(default_factory=dict)
-    sharded: Callable[[Path, BaseException | None], list[str]] | None = None
-    locks: RunLocks | None = None  # on the rank that owns the folder
-    error: BaseException | None = None  # of this rank; all raise it at the next exchange
-    about: JSONObject = field(default_factory=dict)
-    lost: list[str] = field(default_factory=list)  # what the layout has no place for
-    # the states of this rank that are written once
-    entries: list[ObjectState] = field(default_factory=list)
-    digests: dict[str, str] | None = None  # of `entries`, by key
-
-    def __post_init__(self) -> None:
-        self.folder = self.given.absolute()
-        self.world_size = self.process.num_processes
-
-    @property
-    def temporary(self) -> Path:
-        """The folder that this rank writes to."""
-        return self.folder.with_name(self.temporary_name)
-
-    @property
-    def is_home(self) -> bool:
-        """Whether this rank owns the folder, and writes what is written once."""
-        return self.home == self.process.process_index
-
-    @property
-    def may_be_home(self) -> bool:
-        """Whether `find_home` may find that this rank is one."""
-        is_first_here = self.options.save_on_each_node and self.process.local_process_index == 0
-        return self.process.process_index == 0 or is_first_here
-
-    def open(self) -> None:
-        """Follow links to the folder; rank 0 also prepares it."""
-        if self._is_damaged:
-            # A damaged checkpoint that is a link is renamed itself, not its target.
-            self.folder = follow_links(self.folder.parent, "save_state") / self.folder.name
-        else:
-            self.folder = follow_links(self.folder, "save_state")
-        if self.process.process_index == 0:
-            self._make_temporary()
-
-    def find_home(self) -> None:
-        """Find the folder of rank 0, or, on a machine that does not share it, that of this machine's first rank."""
-        longest = 0.5 if self.options.save_on_each_node else _VISIBLE
-        if self.process.process_index == 0 or _appears(self.temporary, longest):
-            return
-        if not self.options.save_on_each_node:
-            raise CheckpointError(
-                f"the folder {self.folder.parent}, where rank 0 writes, is not shared with this rank's machine. "
-                "Save to a shared file system, or set ProjectConfiguration(save_on_each_node=True)"
-            )
-        self.home = self.process.process_index - self.process.local_process_index
-        if self.is_home:
-            self._make_temporary()
-        elif not _appears(self.temporary, _VISIBLE):
-            raise CheckpointError(
-                f"the folder {self.folder.parent} is not shared by the ranks of this machine"
-            )
-
-    def keep_own_files(self) -> None:
-        """Drop what is written once: another rank writes it."""
-        mine = f"{rank_document_name(self.process.process_index)}."
-        self.files = {name: pieces for name, pieces in self.files.items() if name.startswith(mine)}
-        self.pickled = {
-            name: value for name, value in self.pickled.items() if name.startswith(mine)
-        }
-
-    def _make_temporary(self) -> None:
-        """Take the folder's lock, free its name, create the temporary folder."""
-        directory = self.options.checkpoints
-        if self.options.locks is not None and directory is not None:
-            self.options.locks.acquire_run(directory)
-        target = self.folder
-        if not self._is_damaged:
-            target = save_target(self.folder)
-        self.locks = RunLocks()
-        self.locks.acquire(target, directory)
-        self._free_numbers()
-        self.folder = save_target(self.folder)
-        self.temporary_name = open_temporary(self.folder, self.temporary_name).name
-
-    @property
-    def _is_damaged(self) -> bool:
-        return any(self.folder.name == damaged.name for damaged in self.options.damaged)
-
-    def _free_numbers(self) -> None:
-        """Rename the damaged checkpoints that the run has skipped, so that it can use their numbers."""
-        for damaged in self.options.damaged:
-            folder = self.folder.with_name(damaged.name)
-            identity = folder_identity(folder)
-            if identity is None:
-                continue
-            if identity != damaged.identity:
-                if folder == self.folder:
-                    raise CheckpointError(
-                        f"{folder} has been saved by another run since this one was loaded"
-                    )
-                continue
-            moved = set_aside(folder)
-            logger.warning(
-                "skipped damaged checkpoint %s, which is now %s: %s",
-                folder,
-                moved.name,
-                damaged.reason,
-            )
-
-    def close(self) -> None:
-        """Release the lock of this save."""
-        if self.locks is not None:
-            self.locks.release()
-
-    def discard(self) -> None:
-        """Clean up after a failed save: remove its temporary folder, then release the lock."""
-        try:
-            if self.is_home and self.temporary_name:
-                drop_temporary(self.temporary)
-        finally:
-            self.close()
 
 
 class ReportedError(Exception):
@@ -273,6 +87,8 @@ class SaveRanks:
         self.process: Process = process
         self.folder = folder
         self.timeout = timeout
+        # whether the last exchange may have committed the save, or still may
+        self.is_undecided: bool = False
         self._agreement = Agreement(process, name)
 
     def exchange(
@@ -287,9 +103,11 @@ class SaveRanks:
 
         Raises the errors of all ranks, if any, else that of `reduce`; the cause is this rank's own error.
         """
+        self.is_undecided = True
         try:
             return self._agreement.exchange(step, value, self.timeout, absent, reduce, error)
         except RankErrors as failed:
+            self.is_undecided = UndecidedError.__name__ in failed.classes
             if error is not None and not isinstance(error, Exception):
                 raise error from None
             raise self._error(str(failed)) from failed.__cause__
@@ -344,21 +162,12 @@ class SaveRanks:
     def _error(self, text: str) -> CheckpointError:
         exists = False
         with contextlib.suppress(OSError):
-            exists = self.folder.exists()
+            exists = not self.is_undecided and is_taken(self.folder)
         if exists:
             kept = "Its earlier content is unchanged."
         else:
             kept = "Earlier checkpoints are unchanged."
         return CheckpointError(f"{self.folder} was not saved: {text.rstrip('.')}. {kept}")
-
-
-def _appears(folder: Path, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not folder.is_dir():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 _RANK_INLINE = 1 << 14  # bytes: generator states stay in the one file of a rank
@@ -384,10 +193,10 @@ def save_run(
     Raises CheckpointError on every rank when one of them fails, or does not call within `options.timeout`
     seconds. The run is unchanged then, and so is an earlier checkpoint in `folder`.
     """
-    given = user_path(folder, "save_state")
+    given = location(folder, "save_state")
     if writer is not None:
-        writer.wait()
-    pending = PendingCheckpoint(given, process, options or Options())
+        writer.wait(for_save=True)
+    pending = pending_checkpoint(given, process, options or Options())
     ranks = SaveRanks(process, pending.folder, pending.options.timeout)
     in_background = writer is not None
     try:
@@ -557,7 +366,7 @@ def _collect(pending: PendingCheckpoint, run: RunState, in_background: bool) -> 
     }
     for hook in run.save_hooks:
         # As in the API, a hook may write into the folder and remove weights from what is saved here.
-        hook([part.hooked for part in run.models], weights, str(pending.temporary))
+        hook([part.hooked for part in run.models], weights, str(pending.hook_folder))
     pending.about = {
         "progress": _plain(run.progress),
         "mesh": dict(run.mesh),
@@ -692,11 +501,8 @@ def complete(pending: PendingCheckpoint, ranks: SaveRanks) -> None:
     try:
         with _noted(pending):
             row["files"] = {name: record.to_json() for name, record in _write(pending).items()}
-            if pending.locks is not None:
-                row.update(
-                    about=pending.about,
-                    lock=pending.locks.acquire(pending.folder, pending.options.checkpoints),
-                )
+            if pending.is_home:
+                row.update(about=pending.about, claim=pending.claim())
         if not pending.options.save_on_each_node:
             ranks.exchange(
                 "save_state: write", pending.error, row, reduce=functools.partial(_commit, pending)
@@ -712,31 +518,31 @@ def complete(pending: PendingCheckpoint, ranks: SaveRanks) -> None:
                     _commit(pending, ranks.values(peers))
             ranks.exchange("save_state: commit", pending.error)
     except BaseException:
-        pending.discard()
+        pending.discard(ranks.is_undecided)
         raise
     pending.close()
 
 
 def _write(pending: PendingCheckpoint) -> dict[str, FileRecord]:
     """Write the files of this rank. Returns the records of its files, and of its share of the shards."""
-    names: list[str] = []
+    records: dict[str, FileRecord] = {}
+    unread: list[str] = []
     if pending.sharded is not None:
         # Also after an error: the other ranks wait in a collective.
-        names = pending.sharded(pending.temporary, pending.error)
+        records, unread = pending.sharded(pending.temporary, pending.error)
     if pending.error is not None:
         return {}
     folder = pending.temporary
-    for name in (*pending.files, *pending.pickled):
+    contents = {**pending.files, **pending.hook_files()}
+    for name in (*contents, *pending.pickled):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-    contents = [(folder / name, content) for name, content in pending.files.items()]
     with BlockIO() as io:
-        written = io.write_all(contents)
-        records = dict(zip(pending.files, written, strict=True))
+        written = io.write_all([(folder / name, content) for name, content in contents.items()])
+        records.update(zip(contents, written, strict=True))
         for name, value in pending.pickled.items():
-            write_file(with_own_storages(value), folder / name)
-            names.append(name)
-        for name in names:
+            records[name] = io.write_pickled(folder / name, with_own_storages(value))
+        for name in unread:
             records[name] = io.record(folder / name)
     return records
 
@@ -748,6 +554,11 @@ def _commit(pending: PendingCheckpoint, rows: dict[int, JSONObject]) -> None:
     records: dict[str, FileRecord] = {}
     for row in rows.values():
         for name, record in row["files"].items():
+            if name in records:
+                # Each machine has a folder of hooks for a bucket.
+                raise CheckpointError(
+                    f"save hooks have written {name} on two machines: write it on the main process only"
+                )
             records[name] = FileRecord.from_json(record)
     written = {
         path.relative_to(pending.temporary).as_posix()
@@ -766,8 +577,7 @@ def _commit(pending: PendingCheckpoint, rows: dict[int, JSONObject]) -> None:
         **home["about"],
         **stamp(),
     )
-    check_lock(pending.folder, options.checkpoints, home["lock"])
-    commit(pending.temporary, pending.folder, manifest)
+    pending.commit(manifest, home["claim"])
     if options.checkpoints is not None:
         try:
             removed = rotate(options.checkpoints, options.total_limit)

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import json
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -36,6 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ..core import json_text
+from ..core.bucket_path import BucketPath
 from ..core.constants import MODEL_NAME
 from ..core.devices import kind_of
 from ..core.errors import CheckpointError
@@ -53,8 +55,9 @@ from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from ..runtime.agreement import error_text
 from ..torch_internals.optimizer_step import without_empty_groups
 from .documents import TensorSink, damage, decode, encode
-from .files import memory_of, only_tensors
+from .files import FileRecord, memory_of, only_tensors
 from .layout import CheckpointMismatch, model_shards, optimizer_shards
+from .pending import WriteShards
 from .run_state import StateDict
 from .source import compare_names
 
@@ -72,11 +75,13 @@ class _Shards:
         folder: relative to the checkpoint.
         tensors: DTensors, or plain tensors that all ranks have.
         options: what an optimizer has besides tensors.
+        names: the files of all ranks in a bucket, on rank 0.
     """
 
     folder: Path
     tensors: dict[str, torch.Tensor]
     options: dict[str, object]
+    names: list[str] = dataclasses.field(default_factory=list)
 
 
 class ShardedState:
@@ -131,13 +136,11 @@ class ShardedState:
         if self._group is None and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
 
-    def stage(
-        self, blocking: bool = True, compat: bool = False
-    ) -> Callable[[Path, BaseException | None], list[str]]:
+    def stage(self, blocking: bool = True, compat: bool = False) -> WriteShards:
         """Capture the current shards of this rank, and return a function that writes them to a folder.
 
-        Its second argument is an error of this rank: then no rank writes. It returns the names of files whose
-        checksums this rank is to compute.
+        Its second argument is an error of this rank: then no rank writes. It returns the records of the files that
+        this rank has written to a bucket, and the names of other files whose checksums this rank is to compute.
 
         Args:
             blocking: if False, the shards are copied to host memory, and writing them uses the group that
@@ -159,14 +162,17 @@ class ShardedState:
             if torch.accelerator.is_available():
                 torch.accelerator.synchronize()
 
-        def write(folder: Path, error: BaseException | None = None) -> list[str]:
+        def write(
+            folder: Path, error: BaseException | None = None
+        ) -> tuple[dict[str, FileRecord], list[str]]:
             group = None if blocking else self._group
+            records: dict[str, FileRecord] = {}
             try:
                 for shards in staged:
-                    _write_shards(folder, shards, group, compat, error)
+                    records.update(_write_shards(folder, shards, group, compat, error))
             except PeerError:
-                return []  # the rank that has failed reports it
-            return _finish_shards(folder, staged, compat)
+                return {}, []  # the rank that has failed reports it
+            return records, _finish_shards(folder, staged, compat)
 
         return write
 
@@ -242,6 +248,8 @@ class ShardedState:
                 )
             if differences:
                 notes.append(f"model {index}: {differences}")
+            if index not in self.templates:
+                _fetch(path, state)
         if models_only:
             return notes
         for index, (model, optimizer) in enumerate(self.optimizers):
@@ -251,7 +259,9 @@ class ShardedState:
                     f"{folder} holds no shards of optimizer {index}: {path.name} is missing"
                 )
             read_options(path)
-            shard_entries(path)
+            entries = shard_entries(path)
+            if not self.templates and not is_fsdp1(model):
+                _fetch(path, _like_parameters(entries, model))
             if optimizer.state and not self.templates and not is_fsdp1(model):
                 # Other optimizers have no tensors to compare with before `load`.
                 _, tensors, _ = _optimizer_state(path, model, optimizer)
@@ -269,6 +279,35 @@ class ShardedState:
         for index, (model, optimizer) in enumerate(self.optimizers):
             path = optimizer_shards(folder, index)
             load_optimizer(path, model, optimizer, has_all=not self.templates)
+
+
+def _fetch(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Read from a bucket what a load is going to read for these tensors, and check it, before anything changes."""
+    if not isinstance(folder, BucketPath) or not tensors:
+        return
+    from .bucket_shards import ShardReader
+
+    reader = ShardReader(folder)
+    with shards_damage(folder):
+        metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        fitting = match_shards(folder, tensors, strict=False)
+        reader.fetch(create_default_local_load_plan(dict(fitting), metadata).items)
+
+
+def _like_parameters(
+    entries: Mapping[str, TensorStorageMetadata], model: torch.nn.Module
+) -> dict[str, torch.Tensor]:
+    """Tensors with the layout of those of an optimizer's state, which it may not have yet."""
+    state = _model_state(model)
+    tensors = {}
+    for name, entry in entries.items():
+        parameter = state.get(_owner_of(name, state) or "")
+        if parameter is not None and parameter.shape == entry.size:
+            tensors[name] = parameter
+        else:
+            tensors[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+    return tensors
 
 
 def _model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -402,8 +441,10 @@ def _write_shards(
     group: dist.ProcessGroup | None,
     compat: bool,
     error: BaseException | None,
-) -> None:
+) -> dict[str, FileRecord]:
     """Write the shards of this rank. torch's writer makes the folder, and raises an error of one rank on all of them.
+
+    Returns the records of what was written to a bucket.
 
     `compat`: in torch's own format and under the API's names, with the options in the same files. `error`: one of this
     rank, which ends the writing on all of them.
@@ -411,6 +452,17 @@ def _write_shards(
     folder = checkpoint / shards.folder
     state: dict[str, object] = dict(_each_its_own(shards.tensors))
     writer: dcp.StorageWriter
+    if isinstance(folder, BucketPath):
+        if compat and error is None:
+            error = CheckpointError(
+                "layout='compat': shards in torch's own format can be in a local folder only. Use layout='native'"
+            )
+        from .bucket_shards import ShardWriter
+
+        shard_writer = ShardWriter(folder)
+        save_entries(state, shard_writer, group, error)
+        shards.names = shard_writer.names
+        return {f"{shards.folder}/{name}": record for name, record in shard_writer.records.items()}
     if compat:
         state = {_api_prefix(folder).rstrip("."): {**state, **shards.options}}
         writer = dcp.FileSystemWriter(str(folder))
@@ -418,6 +470,7 @@ def _write_shards(
         writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
     with named_errors(folder):
         save_entries(state, writer, group, error)
+    return {}
 
 
 def _finish_shards(checkpoint: Path, staged: Sequence[_Shards], compat: bool) -> list[str]:
@@ -431,7 +484,7 @@ def _finish_shards(checkpoint: Path, staged: Sequence[_Shards], compat: bool) ->
         rank = dist.get_rank()
         world_size = dist.get_world_size()
     written: list[Path] = []
-    for shards in staged:
+    for shards in staged if not isinstance(checkpoint, BucketPath) else ():
         for path in (checkpoint / shards.folder).rglob("*"):
             if path.is_file() and path.name not in (_OPTIONS, FILES):
                 written.append(path)
@@ -445,7 +498,7 @@ def _finish_shards(checkpoint: Path, staged: Sequence[_Shards], compat: bool) ->
                 documents[folder / _OPTIONS] = options
             is_model = folder.name.startswith(MODEL_NAME)
             if is_model and not compat:
-                names = [path.name for path in folder.glob("*.safetensors")]
+                names = shards.names or [path.name for path in folder.glob("*.safetensors")]
                 documents[folder / FILES] = sorted(names)
     # Errors of torch's writer are raised on all ranks; those of this one alone must not come between.
     for path, document in documents.items():
@@ -559,6 +612,10 @@ def read_options(folder: Path) -> dict[str, object]:
 
 
 def _reader(folder: Path) -> dcp.StorageReader:
+    if isinstance(folder, BucketPath):
+        from .bucket_shards import ShardReader
+
+        return ShardReader(folder)
     files = sorted(folder.glob("*.safetensors"))
     for path in files:
         with damage(path):

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file
 
+from ..core.bucket_path import BucketPath
 from ..core.constants import MODEL_NAME, RNG_STATE_NAME, SAFE_MODEL_NAME
 from ..core.errors import CheckpointError
 from ..core.json_text import JSONObject
@@ -24,7 +25,7 @@ from ..parallel.unwrap import canonical_name
 from ..runtime.agreement import Process
 from . import compat
 from .documents import damage, read_document, read_document_into
-from .files import BlockIO, memory_of, only_tensors
+from .files import BlockIO, memory_of, only_tensors, read_tensors
 from .kinds import (
     SESSION,
     SESSION_RANK,
@@ -93,9 +94,14 @@ class CheckpointReader:
         return not any(row["sharded"] for row in (*self.manifest.models, *self.manifest.optimizers))
 
     def check_weights(self) -> None:
-        """Check the files that are not read into fresh memory: the weights, and what hooks and shards have written."""
+        """Check the files that are not read into fresh memory: the weights, and what hooks and shards have written.
+
+        Tensors in a bucket are checked where they are read.
+        """
         if self.manifest is not None:
             names = [name for name in self.manifest.files if not self.read_fresh(name)]
+            if isinstance(self.folder, BucketPath):
+                names = [name for name in names if not name.endswith(".safetensors")]
             check_files(self.io, self.folder, self.manifest, names)
 
     def read_fresh(self, name: str) -> bool:
@@ -115,6 +121,10 @@ class CheckpointReader:
 
             path = shards
             shapes, read = shard_shapes(path), functools.partial(read_unsharded, path)
+            if isinstance(path, BucketPath):
+                # Their checksums are compared before anything changes.
+                state = read()
+                read = functools.partial(dict, state)
         else:
             raise CheckpointError(f"{self.folder} holds no weights of model {index}")
         return ModelWeights(path, shapes, read, self.model_extra(index))
@@ -211,7 +221,7 @@ def open_checkpoint(
     if not any("adapters" in row for row in manifest.models):
         run = run.entire or run
     source = (CompatReader if manifest.layout == "compat" else NativeReader)(
-        folder, run, process, allow_pickle
+        manifest.files_in(folder), run, process, allow_pickle
     )
     source.manifest = manifest
     return source
@@ -538,16 +548,20 @@ def weights_file(
 
 def _safetensors(io: BlockIO, path: Path) -> tuple[Shapes, Callable[[], Mapping[str, object]]]:
     """The shapes in a safetensors file, with the aliases of tied weights, and a function that reads it."""
+    in_memory: dict[str, torch.Tensor] = {}
     with damage(path):
         held = io.hold(path)
         header = read_header(held)
+        if isinstance(path, BucketPath):
+            # Read once, and checked before anything changes.
+            in_memory = read_tensors(io, path)
     shapes = {name: entry.shape for name, entry in header.entries.items()}
     for alias, name in header.aliases.items():
         shapes[alias] = shapes[name]
 
     def read() -> Mapping[str, object]:
         # Views of the mapped file: what is copied from them is not held in memory twice.
-        tensors = load_file(held)
+        tensors = in_memory or load_file(held)
         for alias, name in header.aliases.items():
             tensors[alias] = tensors[name]
         return tensors

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,7 +19,8 @@ from ..core.devices import kind_of
 from ..core.errors import CheckpointError
 from ..core.trees import map_leaves
 from .files import BlockIO, Segment, host_view, is_host, nbytes
-from .saving import PendingCheckpoint, SaveRanks, complete
+from .pending import PendingCheckpoint
+from .saving import SaveRanks, complete
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ _ALIGN = 64  # bytes; the widest vector registers
 class _Job:
     thread: threading.Thread
     folder: str
+    began: float = field(default_factory=time.monotonic)
     error: BaseException | None = None
 
 
@@ -56,11 +58,18 @@ class Writer:
         job = self._job
         return job is None or not (job.thread.is_alive() or job.error)
 
-    def wait(self) -> None:
-        """Wait for what is being written; raise its error, once."""
+    def wait(self, for_save: bool = False) -> None:
+        """Wait for what is being written; raise its error, once. `for_save`: the next save waits."""
         job = self._job
         if job is None:
             return
+        if for_save and job.thread.is_alive():
+            logger.warning(
+                "the next save waits for %s, which has been written for %.0f s: saves take longer than the interval "
+                "between them",
+                job.folder,
+                time.monotonic() - job.began,
+            )
         job.thread.join()
         self._job = None
         _UNFINISHED.discard(self)

@@ -21,17 +21,19 @@ from torch.utils.hooks import RemovableHandle
 
 from ..checkpointing import layout
 from ..checkpointing.commit import RunLocks, can_restore
-from ..checkpointing.layout import DamagedCheckpoint
+from ..checkpointing.layout import DamagedCheckpoint, is_taken
 from ..checkpointing.loading import LoadReport, load_newest, load_options, load_run
 from ..checkpointing.loading import resume as resume_run
+from ..checkpointing.pending import Options
 from ..checkpointing.preemption import DEFAULT_SIGNALS, PreemptionWatch
 from ..checkpointing.run_state import PendingGradients, RankState, RunState, StateOf
-from ..checkpointing.saving import Options, save_run
+from ..checkpointing.saving import save_run
 from ..checkpointing.writer import Writer
 from ..config.training import ProjectConfiguration
+from ..core.bucket_path import BucketPath
 from ..core.buckets import Bucket, is_bucket
 from ..core.errors import ConfigurationError, MissingCheckpointError
-from ..core.files import user_path
+from ..core.files import location
 from ..core.observers import RunLoop
 from ..core.trees import leaves
 from ..data_loader.loader import PreparedLoader
@@ -132,7 +134,7 @@ class RunCheckpoints:
         taken = rotation is not None and all(
             folder.name != damaged.name for damaged in self._damaged
         )
-        if taken and folder.exists():
+        if taken and is_taken(folder):
             raise ConfigurationError(
                 f"{folder} exists already (save_iteration is {project.iteration}). Resume with load_state() first, "
                 "set ProjectConfiguration.iteration, or use another project_dir: nothing is overwritten."
@@ -152,7 +154,7 @@ class RunCheckpoints:
         for observer in self.loop.active:
             observer.before_save()
         if blocking:
-            self._wait_for_writer()
+            self._wait_for_writer(for_save=True)
         else:
             self._writer = self._writer or Writer()
         writer = None if blocking else self._writer
@@ -211,8 +213,8 @@ class RunCheckpoints:
                     run, self._checkpoints_dir("load_state()"), process=PartialState(), **options
                 )
             else:
-                folder = user_path(input_dir, "load_state")
-                if not folder.exists() and not can_restore(folder):
+                folder = location(input_dir, "load_state")
+                if not is_taken(folder) and not can_restore(folder):
                     raise MissingCheckpointError(f"load_state: there is no folder {folder}")
                 report = load_run(run, folder, process=PartialState(), **options)
         self._leave_ended_epochs(report)
@@ -434,7 +436,7 @@ class RunCheckpoints:
             raise ConfigurationError(
                 f"{caller} needs a folder: give one, or set project_dir in ProjectConfiguration"
             )
-        project = user_path(self.project.project_dir, "project_dir")
+        project = location(self.project.project_dir, "project_dir")
         if self._started_in not in (None, _current_folder()) and not project.is_absolute():
             # A relative project_dir counts from where the run started, wherever the script goes after that.
             project = self._started_in / project
@@ -447,17 +449,23 @@ class RunCheckpoints:
         project = self.project
         if project.automatic_checkpoint_naming or is_numbered:
             directory = self._checkpoints_dir("save_state()")
-            return layout.checkpoint_folder(directory.parent, project.iteration), directory
+            damaged = {checkpoint.name for checkpoint in self._damaged}
+            folder = layout.checkpoint_folder(directory.parent, project.iteration)
+            while isinstance(folder, BucketPath) and folder.name in damaged:
+                # Nothing can be renamed there.
+                project.iteration += 1
+                folder = layout.checkpoint_folder(directory.parent, project.iteration)
+            return folder, directory
         if output_dir is None:
             raise ConfigurationError(
                 "save_state() needs a folder: give output_dir, or set "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
             )
-        return user_path(output_dir, "save_state: output_dir"), None
+        return location(output_dir, "save_state: output_dir"), None
 
-    def _wait_for_writer(self) -> None:
+    def _wait_for_writer(self, for_save: bool = False) -> None:
         if self._writer is not None:
-            self._writer.wait()
+            self._writer.wait(for_save)
             if self._in_background is not None:
                 self._newest = self._in_background
                 self._in_background = None
