@@ -64,7 +64,8 @@ class Epoch:
     def add(self, reason: str, begin: int, end: int, step: int | None = None) -> None:
         """Add a finding on the positions from `begin` to the one before `end`, if there are any."""
         if begin < end:
-            self.findings.append(Finding(reason, begin, end - 1, step))
+            finding = Finding(reason, begin, end - 1, step)
+            self.findings.append(finding)
 
 
 @dataclass
@@ -94,9 +95,9 @@ class Audit:
 
 def audit(ledger: Ledger) -> Audit:
     """Audit the ledger of a run."""
-    numbers = ledger.steps["step"]
     groups: dict[Any, list[int]] = {}
-    for i, key in enumerate(ledger.ranges[["index", "epoch", "order"]].tolist()):
+    keys = ledger.ranges[["index", "epoch", "order"]]
+    for i, key in enumerate(keys.tolist()):
         groups.setdefault(key, []).append(i)
     epochs: list[Epoch] = []
     following: dict[int, Epoch] = {}
@@ -106,43 +107,54 @@ def audit(ledger: Ledger) -> Audit:
         loader = int(ranges["index"][0])
         epoch = _epoch(ledger, ranges, following.get(loader))
         following[loader] = epoch
-        epochs.append(epoch)
+        epochs.insert(0, epoch)
+    numbers = ledger.steps["step"]
     expected = np.arange(1, numbers.max(initial=0) + 1)
-    missing = _spans(np.setdiff1d(expected, numbers))
-    redone = _spans(np.unique(ledger.superseded["step"]))
-    return Audit(len(ledger.attempts), len(numbers), redone, missing, epochs[::-1])
+    return Audit(
+        attempts=len(ledger.attempts),
+        steps=len(numbers),
+        redone=_spans(np.unique(ledger.superseded["step"])),
+        missing=_spans(np.setdiff1d(expected, numbers)),
+        epochs=epochs,
+    )
 
 
 def _epoch(ledger: Ledger, ranges: Array, following: Epoch | None) -> Epoch:
     """The audit of the ranges of one order, before the epoch of the same loader that follows."""
     newest = ranges[-1]
-    first_step, last_step = ranges["step"][[0, -1]].tolist()
-    epoch = Epoch(int(newest["index"]), int(newest["epoch"]), (first_step, last_step))
+    numbers = ledger.steps["step"]
+    steps = ledger.steps[np.searchsorted(numbers, ranges["step"])]
+    sizes = steps["world_size"].tolist()
+    epoch = Epoch(
+        loader=int(newest["index"]),
+        epoch=int(newest["epoch"]),
+        steps=(int(ranges[0]["step"]), int(newest["step"])),
+        ranks=[size for size, _ in itertools.groupby(sizes)],
+    )
+    is_complete = bool((ranges["flags"] & rows.LAST).any())
     total = float(newest["total"])
-    if math.isnan(total) and newest["flags"] & rows.LAST:
+    if math.isnan(total) and is_complete:
         total = float(newest["last"])
     if not math.isnan(total):
         epoch.total = int(total)
-    numbers = ledger.steps["step"]
-    steps = ledger.steps[np.searchsorted(numbers, ranges["step"])]
-    epoch.ranks = [size for size, _ in itertools.groupby(steps["world_size"].tolist())]
 
-    is_in_epoch = numbers >= first_step
+    is_unused = ranges["flags"] & rows.SKIPPED != 0
+    is_in_epoch = numbers >= epoch.steps[0]
     if following is not None:
         is_in_epoch &= numbers < following.steps[0]
-    is_unused = ranges["flags"] & rows.SKIPPED != 0
-    if ledger.steps["backwards"][is_in_epoch].sum() >= ranges["batches"].sum():
+    backwards = ledger.steps["backwards"][is_in_epoch]
+    if backwards.sum() >= ranges["batches"].sum():
         # A loop that reads a batch ahead has a backward for each batch, later.
         is_unused[:] = False
     is_left_out = steps["flags"] & rows.SKIPPED != 0
-    reached = before = 0
+    reached = 0
+    before = 0
     for i in np.argsort(ranges["first"], kind="stable").tolist():
         first, last, step = ranges[["first", "last", "step"]][i].item()
-        between = np.searchsorted(numbers, step) - np.searchsorted(numbers, before, "right")
-        if between < step - before - 1:
-            epoch.add("unrecorded", reached, first)
-        else:
-            epoch.add("skip", reached, first)
+        reason = "skip"
+        if _lacks_steps(numbers, before, step):
+            reason = "unrecorded"
+        epoch.add(reason, reached, first)
         if is_unused[i]:
             epoch.add("no_backward", first, last, step)
         elif is_left_out[i]:
@@ -154,17 +166,22 @@ def _epoch(ledger: Ledger, ranges: Array, following: Epoch | None) -> Epoch:
         reached = max(reached, last)
         before = step
 
-    is_complete = (ranges["flags"] & rows.LAST).any()
-    if epoch.total is None or reached >= epoch.total:
-        epoch.is_open = False
-    elif is_complete and newest["flags"] & rows.DROPS:
-        epoch.add("drop_last", reached, epoch.total)
-    elif following is None:
-        epoch.is_open = True
-    else:
-        epoch.add("left", reached, epoch.total)
+    if epoch.total is not None:
+        if is_complete and newest["flags"] & rows.DROPS:
+            epoch.add("drop_last", reached, epoch.total)
+        elif following is not None:
+            epoch.add("left", reached, epoch.total)
+        else:
+            epoch.is_open = reached < epoch.total
     epoch.add("even_batches", 0, int(ranges["repeated"].sum()))
     return epoch
+
+
+def _lacks_steps(numbers: Array, before: int, step: int) -> bool:
+    """Whether some steps between two steps are not among those that were recorded."""
+    begin = np.searchsorted(numbers, before, "right")
+    end = np.searchsorted(numbers, step)
+    return bool(end - begin < step - before - 1)
 
 
 def _spans(numbers: Array) -> list[Span]:

@@ -79,9 +79,11 @@ class LedgerRecorder(RunObserver):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a+b", opener=open_regular) as file:
             file.seek(0)
-            self._attempt = file.read().count(b"\n") + 1
+            lines = file.read().count(b"\n")
+            self._attempt = lines + 1
             description = {"attempt": self._attempt, **_description(run)}
-            file.write(json.dumps(description, default=str).encode() + b"\n")
+            line = json.dumps(description, default=str)
+            file.write(f"{line}\n".encode())
         self._add(rows.START.row(0))
 
     def _add(self, row: rows.Row) -> None:
@@ -220,10 +222,13 @@ class LedgerRecorder(RunObserver):
             if values is not None:
                 if not (wait or values.is_ready()):
                     break
-                group[0]["loss"], group[0]["gradient_norm"] = values.read()
+                loss, norm = values.read()
+                group[0]["loss"] = loss
+                group[0]["gradient_norm"] = norm
             self._waiting.popleft()
             for row in group:
-                data += rows.KINDS[row["kind"]].pack(row)
+                kind = rows.KINDS[row["kind"]]
+                data += kind.pack(row)
         if not data:
             return
         if self._descriptor < 0:
@@ -231,6 +236,7 @@ class LedgerRecorder(RunObserver):
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | O_BINARY
             self._descriptor = open_regular(self._path, flags)
             size = os.fstat(self._descriptor).st_size
+            # A killed process may have written a part of a row.
             os.ftruncate(self._descriptor, size - size % rows.SIZE)
             if size < rows.SIZE:
                 data = rows.HEADER + data
@@ -317,14 +323,15 @@ def digest_of(module: nn.Module) -> tuple[int, int]:
     sums = [torch.zeros((), dtype=torch.int64)]
     size = 0
     for parameter in module.parameters():
-        values = local(parameter.detach()).reshape(-1)
-        if values.is_meta:
+        shard = local(parameter.detach())
+        if shard.is_meta:
             continue
-        size += values.nbytes
-        for piece in _as_words(values).split(_PIECE):
-            words = piece.to(torch.int64)
-            sums.append(words.sum())
-            sums.append((words * words).sum())
+        size += shard.nbytes
+        words = _as_words(shard.reshape(-1))
+        for piece in words.split(_PIECE):
+            piece = piece.to(torch.int64)
+            sums.append(piece.sum())
+            sums.append((piece * piece).sum())
     device = sums[-1].device
     sums = [each.to(device) for each in sums]
     numbers = torch.stack(sums).cpu().numpy()

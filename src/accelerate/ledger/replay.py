@@ -223,10 +223,8 @@ class Replay:
             different = [key for key in common if digests[key] != recorded_digests[key]]
             for _, step, index in different[:1]:
                 lines.append(f"step {step}: the parameters of model {index} on rank {rank} differ")
-        return (
-            lines,
-            f"losses and gradient norms of {len(steps)} steps, {compared} digests of parameters",
-        )
+        what = f"losses and gradient norms of {len(steps)} steps, {compared} digests of parameters"
+        return lines, what
 
     def compare_single(self, folder: Path) -> tuple[list[str], str]:
         """Replay the step in the layout and on one process, and compare what each step computes.

@@ -209,11 +209,15 @@ class ReplayedRun(RunObserver):
         is_finite = local(tensor.detach()).isfinite()
         if is_finite.all():
             return
-        order = [self._step, _ORDER.index(kind)]
-        self._note = {"order": order, "kind": kind, "name": name}
+        self._note = {
+            "order": [self._step, _ORDER.index(kind)],
+            "kind": kind,
+            "name": name,
+        }
         if kind == "output of" and tensor.ndim > 1:
             is_row_finite = is_finite.flatten(1).all(dim=1)
-            self._note["rows"] = torch.nonzero(~is_row_finite).flatten().tolist()
+            positions = torch.nonzero(~is_row_finite)
+            self._note["rows"] = positions.flatten().tolist()
 
     def _note_spike(self) -> None:
         """Note the gradient that has grown most."""
@@ -221,22 +225,30 @@ class ReplayedRun(RunObserver):
         for name, norms in self._norms.items():
             usual = statistics.median(norms[:-1] or norms)
             factors[name] = norms[-1] / (usual or 1.0)
-        factor, name = max((factor, name) for name, factor in factors.items())
-        order = [self._settings.step, -factor]
-        self._note = {"order": order, "kind": "gradient of", "name": name, "factor": factor}
+        largest = max(factors, key=lambda name: factors[name])
+        self._note = {
+            "order": [self._settings.step, -factors[largest]],
+            "kind": "gradient of",
+            "name": largest,
+            "factor": factors[largest],
+        }
 
     def _dump(self, folder: Path, gradients: dict[str, torch.Tensor]) -> None:
         # It imports torch's distributed tensors.
         from ..certify.joining import join
 
-        full = join(gradients)
         folder.mkdir(parents=True, exist_ok=True)
-        batches = [map_leaves(torch.Tensor.cpu, batch) for batch in self._batches]
-        losses = [float(loss) for loss in self._losses]
-        torch.save({"batches": batches, "losses": losses}, folder / f"rank_{self._rank:05d}.pt")
-        if self._rank == 0:
-            torch.save(full, folder / "gradients.pt")
-            norms = {}
-            for name, gradient in full.items():
-                norms[name] = float(torch.linalg.vector_norm(gradient.double()))
-            (folder / "norms.json").write_text(json.dumps(norms, indent=1))
+        content = {
+            "batches": [map_leaves(torch.Tensor.cpu, batch) for batch in self._batches],
+            "losses": [float(loss) for loss in self._losses],
+        }
+        torch.save(content, folder / f"rank_{self._rank:05d}.pt")
+        full = join(gradients)
+        if self._rank:
+            return
+        torch.save(full, folder / "gradients.pt")
+        norms = {}
+        for name, gradient in full.items():
+            norm = torch.linalg.vector_norm(gradient.double())
+            norms[name] = float(norm)
+        (folder / "norms.json").write_text(json.dumps(norms, indent=1))

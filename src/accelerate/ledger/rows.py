@@ -44,13 +44,15 @@ class Kind:
 
     def __init__(self, number: int, **fields: str) -> None:
         letters = {**_COMMON, **fields}
+        layout = "<" + "".join(letters.values())
         self.number = number
+        self._struct = struct.Struct(layout)
         self._empty: Row = dict.fromkeys(letters, 0)
         self._empty["kind"] = number
-        self._struct = struct.Struct("<" + "".join(letters.values()))
         types = [(name, f"<{letter}") for name, letter in letters.items()]
         unused = SIZE - self._struct.size
-        self.dtype: np.dtype[Any] = np.dtype([*types, ("unused", f"V{unused}")])
+        types.append(("unused", f"V{unused}"))
+        self.dtype: np.dtype[Any] = np.dtype(types)
 
     def row(self, step: int) -> Row:
         """A row of a step, whose other fields are 0."""
@@ -180,11 +182,13 @@ def read(folder: Path) -> Ledger:
 def digests(folder: Path, rank: int) -> dict[tuple[int, int, int], int]:
     """{(ranks of the run, step, model): digest} of a rank; of a step that was done again the newest."""
     data = read_rows(rows_file(folder, rank))
-    if data is None:
-        return {}
-    is_digest = data["kind"] == DIGEST.number
-    fields = data.view(DIGEST.dtype)[["world_size", "step", "index", "digest"]]
-    return {tuple(key): digest for *key, digest in fields[is_digest].tolist()}
+    digests: dict[tuple[int, int, int], int] = {}
+    if data is not None:
+        is_digest = data["kind"] == DIGEST.number
+        fields = data.view(DIGEST.dtype)[["world_size", "step", "index", "digest"]]
+        for world_size, step, index, digest in fields[is_digest].tolist():
+            digests[world_size, step, index] = digest
+    return digests
 
 
 def read_rows(path: Path) -> Array | None:
