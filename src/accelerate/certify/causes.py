@@ -139,11 +139,14 @@ class Facts:
     @property
     def replica(self) -> str:
         """The rank with another copy of the tensor, and along which dimension of the mesh; empty if there is none."""
-        key = "buffers" if self.first.kind == "buffer" else "replicas"
-        noted = self._info.get(key)
-        if noted is None or (noted["step"], noted["kind"]) != (self.first.step, self.first.kind):
-            return ""
-        return f"rank {noted['rank']} has other values than rank 0 ({noted['dimension']})"
+        for note in (self._info.get("replicas"), self._info.get("buffers")):
+            if note and (note["step"], note["kind"]) == (self.first.step, self.first.kind):
+                return (
+                    "rank {rank} has other values of {name} than rank 0 (along {dimension})".format(
+                        **note
+                    )
+                )
+        return ""
 
     @property
     def values(self) -> str:

@@ -67,7 +67,6 @@ class Row:
         verdict: one of `CODES`.
         items: {kind: the comparison of its tensors}.
         difference: the first one.
-        where: the rank and the dimensions of the mesh along which replicas differ.
         notes: the likely causes, or why there is no verdict.
     """
 
@@ -75,7 +74,6 @@ class Row:
     verdict: str
     items: dict[str, Item] = field(default_factory=dict)
     difference: Difference | None = None
-    where: str = ""
     notes: list[str] = field(default_factory=list)
 
     def text(self) -> str:
@@ -91,8 +89,6 @@ class Row:
             )
             direction = DIRECTIONS[first.kind]
             lines.append(f"step {first.step}, {direction}: {first.kind} {first.name} {size}")
-        if self.where:
-            lines.append(self.where)
         return "\n  ".join([*lines, *self.notes])
 
     def _headline(self) -> str:
@@ -224,9 +220,6 @@ class Certificate:
         row = Row(layout.text, EQUAL)
         replicas = info.get("replicas")
         if replicas is not None:
-            row.where = "rank {rank} has other values of {kind} {name} than rank 0 (along {dimension})".format(
-                **replicas
-            )
             place = replicas["step"], replicas["kind"], replicas["name"]
             comparison.add(Difference(*place, reason="is not the same on each rank"))
         self._judge(row, comparison)

@@ -56,13 +56,14 @@ def gradients(objects: RunObjects, optimizer: AcceleratedOptimizer) -> Tensors:
             continue
         prepared.reshard()
         for name, parameter in _parameters(prepared):
+            if not parameter.requires_grad:
+                continue
             gradient = parameter.grad
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
             if gradient.is_sparse:
                 gradient = gradient.to_dense()
-            if parameter.requires_grad:
-                tensors[prefix + name] = gradient
+            tensors[prefix + name] = gradient
     return tensors
 
 
@@ -103,13 +104,9 @@ def optimizer_state(objects: RunObjects, optimizer: AcceleratedOptimizer) -> Ten
     prefix = optimizer_prefix(objects, optimizer)
     prepared = objects.find_trained(optimizer)
     if prepared is None or _is_readable(prepared):
-        names: dict[Any, str] = {}
-        for prefix_of_model, model in _models(objects):
-            for name, parameter in _parameters(model):
-                names.setdefault(parameter, prefix_of_model + name)
-        for position, foreign in enumerate(parameters_of(optimizer)):
-            names.setdefault(foreign, f"parameter {position}")
+        names = _names_of(objects, optimizer)
         return dict(_entries(optimizer.optimizer, names, prefix))
+    # Its state has the positions of parameters.
     full = prepared.prepared_optimizer(optimizer)
     groups = full.group_shapes() or []
     name_at = dict(enumerate(itertools.chain.from_iterable(groups)))
@@ -120,14 +117,26 @@ def optimizer_state(objects: RunObjects, optimizer: AcceleratedOptimizer) -> Ten
     return tensors
 
 
+def _names_of(objects: RunObjects, optimizer: AcceleratedOptimizer) -> dict[Any, str]:
+    """{parameter: its first name} of those of all models and of an optimizer."""
+    names: dict[Any, str] = {}
+    for prefix, prepared in _models(objects):
+        for name, parameter in _parameters(prepared):
+            names.setdefault(parameter, prefix + name)
+    for position, foreign in enumerate(parameters_of(optimizer)):
+        names.setdefault(foreign, f"parameter {position}")
+    return names
+
+
 def _entries(
     optimizer: Any, names: Mapping[Any, str], prefix: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, value) of an optimizer's state, and of that of optimizers inside of it."""
     for key, entry in optimizer.state.items():
+        name = key
         if isinstance(key, torch.Tensor):
-            key = names.get(key, "parameter")
-        yield from _numbers(f"{prefix}{key}", entry)
+            name = names.get(key, "parameter")
+        yield from _numbers(f"{prefix}{name}", entry)
     for attribute, inner in vars(optimizer).items():
         if is_optimizer(inner) and inner.state is not optimizer.state:
             yield from _entries(inner, names, f"{prefix}{attribute} ")
@@ -135,10 +144,11 @@ def _entries(
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) of tensors and numbers in nested data, each number as a tensor."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = torch.tensor(float(value), dtype=torch.float64)
     if isinstance(value, torch.Tensor):
         yield name, value
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield name, torch.tensor(float(value), dtype=torch.float64)
+        return
     for key, inner in (children(value) or {}).items():
         separator = " "
         if isinstance(key, int):

@@ -43,15 +43,17 @@ class FirstForward:
             return
         self._device = strategy.device
         model = extract_model_from_parallel(prepared.module)
-        self._handles.append(model.register_forward_pre_hook(lambda *args: self.end_loop()))
+        handles = self._handles
+        handles.append(model.register_forward_pre_hook(lambda *args: self.end_loop()))
         for name, module in model.named_modules():
-            if prepared.template is not None and name:
+            if name and prepared.template is not None:
                 # A stage runs its modules once for each micro-batch, and before that to find shapes.
                 break
-            watched = _Module(self, prefix + (canonical_name(name) or class_name(model)), strategy)
-            self._handles.append(module.register_forward_pre_hook(watched.before_forward))
-            self._handles.append(module.register_forward_hook(watched.after_forward))
-        self._handles.append(model.register_forward_hook(lambda *args: self.begin_loop()))
+            shown_name = canonical_name(name) or class_name(model)
+            watched = _Module(self, prefix + shown_name, strategy)
+            handles.append(module.register_forward_pre_hook(watched.before_forward))
+            handles.append(module.register_forward_hook(watched.after_forward))
+        handles.append(model.register_forward_hook(lambda *args: self.begin_loop()))
 
     def generators(self) -> list[Any]:
         """The states of the random generators."""
@@ -100,18 +102,20 @@ class _Module:
         """Note what the module has returned."""
         if not torch.is_grad_enabled():
             return
+        draws = self._forward.draws
         is_drawn = self._states != self._forward.generators()
-        is_drawn_inside = len(self._forward.draws) > self._draws
-        if is_drawn and not is_drawn_inside:
-            self._forward.draws.add(self._name)
+        # Those inside of it may have drawn.
+        if is_drawn and len(draws) == self._draws:
+            draws.add(self._name)
         self._calls += 1
-        for tensor in leaves(output):
-            # Losses are recorded by themselves.
-            if tensor.ndim and tensor.is_floating_point():
-                full = self._full(tensor.detach())
-                if full is not None:
-                    self._add(full)
-                return
+        tensors = [tensor for tensor in leaves(output) if tensor.is_floating_point()]
+        # Losses are recorded by themselves.
+        tensors = [tensor for tensor in tensors if tensor.ndim]
+        if not tensors:
+            return
+        full = self._full(tensors[0].detach())
+        if full is not None:
+            self._add(full)
 
     def _full(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The tensor of full sequences; None where this rank cannot have it."""
@@ -131,9 +135,11 @@ class _Module:
         if self._calls > 1:
             name += f" (call {self._calls})"
         shape = tensor.shape[1:]
-        if shape.numel() > ELEMENTS:
+        size = shape.numel()
+        if size > ELEMENTS:
             # Of each sample, since a rank has some samples. Other shapes have other elements, under another name.
             name = f"{self._name} (call {self._calls}, elements of {list(shape)})"
-            positions = torch.linspace(0, shape.numel() - 1, ELEMENTS, dtype=torch.float64).long()
-            tensor = tensor.flatten(1)[:, positions.to(tensor.device)]
+            positions = torch.linspace(0, size - 1, ELEMENTS, dtype=torch.float64)
+            positions = positions.long().to(tensor.device)
+            tensor = tensor.flatten(1)[:, positions]
         self._forward.outputs[name] = tensor.to("cpu", copy=True)

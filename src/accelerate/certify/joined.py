@@ -250,11 +250,11 @@ class JoinedDispatcher(_Joined, DataLoaderDispatcher):
     def _open(self, plan: ReadPlan, order: Order, start: StreamPosition) -> Iterator[ShardStep]:
         plan_of_shards = DataLoaderDispatcher.plan(self)
         for step in self.assigned(plan_of_shards, order, start)():
-            counts = step.counts
             batches = step.batches
+            counts = step.counts
             if counts is not None:
                 if self.cut.exact:
-                    # Without samples, a shard has a placeholder.
+                    # A shard without samples has a placeholder.
                     batches = [batch for batch, count in zip(batches, counts, strict=True) if count]
                 counts = (sum(counts),)
             batches = [batch for batch in batches if batch is not NO_BATCH]

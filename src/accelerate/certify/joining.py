@@ -87,12 +87,17 @@ def elements_of(name: str, tensor: torch.Tensor) -> Tensors:
     size = tensor.numel()
     if size <= ELEMENTS:
         return {name: tensor.to("cpu", copy=True)}
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    seed = zlib.crc32(name.encode())
+    generator = torch.Generator().manual_seed(seed)
     positions = torch.randint(size, (ELEMENTS,), generator=generator)
     elements = tensor.flatten()[positions.to(tensor.device)]
+    # The norm of integers is one of floating-point numbers.
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     norm = torch.linalg.vector_norm(tensor.to(dtype))
-    return {name: elements.cpu(), f"{name} norm": norm.cpu()}
+    return {
+        name: elements.cpu(),
+        f"{name} norm": norm.cpu(),
+    }
 
 
 class Checksum(NamedTuple):
@@ -122,8 +127,10 @@ def different_replica(tensors: Mapping[str, torch.Tensor]) -> tuple[str, int, in
     for index, checksums_of_rank in enumerate(from_ranks(checksums)):
         for name, checksum in checksums_of_rank.items():
             replica = name, checksum.shard
-            other, expected = first.setdefault(replica, (index, checksum.total))
-            if abs(checksum.total - expected) > checksum.rounding:
+            if replica not in first:
+                first[replica] = index, checksum.total
+            other, total = first[replica]
+            if abs(checksum.total - total) > checksum.rounding:
                 return name, other, index
     return None
 
@@ -132,11 +139,15 @@ def _checksum(tensor: torch.Tensor) -> Checksum:
     values = local(tensor)
     total = values.sum(dtype=torch.float64)
     size = torch.linalg.vector_norm(values, 1, dtype=torch.float64)
-    rounding = torch.finfo(values.dtype).eps * float(size)
+    rounding = torch.finfo(values.dtype).eps
     shard: list[int] = []
     if isinstance(tensor, DTensor):
         coordinate = tensor.device_mesh.get_coordinate() or ()
         for index, placement in zip(coordinate, tensor.placements, strict=False):
             if not placement.is_replicate():
                 shard.append(index)
-    return Checksum(tuple(shard), float(total), rounding)
+    return Checksum(
+        shard=tuple(shard),
+        total=float(total),
+        rounding=rounding * float(size),
+    )

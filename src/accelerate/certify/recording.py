@@ -162,8 +162,9 @@ class RecordedRun(RunObserver):
         """Record batches, losses, and in the first step what modules have returned."""
         self._forward.stop()
         if self._is_reader is None:
-            shards = on_all_ranks(self._run.strategy.data_shard[0])
-            self._is_reader = shards.index(shards[rank()]) == rank()
+            shard, _ = self._run.strategy.data_shard
+            first = on_all_ranks(shard).index(shard)
+            self._is_reader = first == rank()
         losses = [(float(loss), weight) for loss, weight in self._losses]
         samples: Tensors | None = None
         if self._is_reader:
@@ -207,6 +208,10 @@ class RecordedRun(RunObserver):
         if different is None:
             return
         name, first, second = different
+        key = "replicas"
+        if kind == "buffer":
+            # A layout may leave them to each rank.
+            key = "buffers"
         note = {
             "step": self._steps + 1,
             "kind": kind,
@@ -214,11 +219,7 @@ class RecordedRun(RunObserver):
             "rank": second,
             "dimension": self._dimension_between(first, second),
         }
-        if kind == "buffer":
-            # A layout may leave them to each rank.
-            self._notes.setdefault("buffers", note)
-        else:
-            self._notes.setdefault("replicas", note)
+        self._notes.setdefault(key, note)
 
     # -- the files
 
@@ -226,8 +227,8 @@ class RecordedRun(RunObserver):
         self._steps += 1
         if rank() == 0:
             # Another accelerator of the script may have written some.
-            number = 1 + len(list(self._folder.glob("step_*.pt")))
-            torch.save(self._tensors, self._folder / f"step_{number}.pt")
+            files = list(self._folder.glob("step_*.pt"))
+            torch.save(self._tensors, self._folder / f"step_{len(files) + 1}.pt")
         self._begin_step()
 
     def _end(self) -> None:
@@ -263,7 +264,8 @@ class RecordedRun(RunObserver):
             return "ddp"
         places = mesh.coordinates(layout, first)
         others = mesh.coordinates(layout, second)
-        return "x".join(name for name, key in FIELDS.items() if places[key] != others[key])
+        dimensions = [name for name, key in FIELDS.items() if places[key] != others[key]]
+        return "x".join(dimensions)
 
 
 def _weighted_mean(shares: Iterable[tuple[float, float]]) -> float:

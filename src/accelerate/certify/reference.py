@@ -39,6 +39,8 @@ _LAYOUT = (
     "parallelism_config",
     "strategy",
 )
+# The ends of names of functions of dropout.
+_DROPOUTS = ("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d")
 
 
 class NoDropout(TorchFunctionMode):
@@ -74,8 +76,9 @@ class NoDropout(TorchFunctionMode):
         """Call a function, without dropout."""
         arguments = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if name.endswith(("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d")):
-            return [*args, *arguments.values()][0]
+        if name.endswith(_DROPOUTS):
+            values = [*args, *arguments.values()]
+            return values[0]
         if func is functional.scaled_dot_product_attention and len(args) > 4:
             args = (*args[:4], 0.0, *args[5:])
         if "dropout_p" in arguments:
@@ -169,14 +172,14 @@ def _collated(collate: Callable[[Any], Any], dtype: torch.dtype, samples: Any) -
 def remove_dropout(model: nn.Module) -> None:
     """Set the attributes of modules that are probabilities of dropout to 0, and leave functions of dropout out."""
     mode = NoDropout()
+    is_compiled = uncompiled(model) is not model
     for module in model.modules():
-        if uncompiled(model) is model:
+        if not is_compiled:
             mode.watch(module)
+        is_dropout = "Drop" in type(module).__name__
         for name, value in vars(module).items():
-            is_probability = isinstance(value, float) and 0 < value < 1
-            words = name.lower()
-            is_dropout = "drop" in words or (words == "p" and "Drop" in type(module).__name__)
-            if is_probability and is_dropout:
+            is_named = "drop" in name.lower() or (name == "p" and is_dropout)
+            if is_named and isinstance(value, float) and 0 < value < 1:
                 setattr(module, name, 0.0)
 
 
@@ -185,9 +188,11 @@ def perturb(model: nn.Module) -> None:
     """Move each element of parameters that train by one unit in the last place, up or down. Zeros stay."""
     for number, parameter in enumerate(model.parameters()):
         values = local(parameter.detach())
-        if values.is_meta or not (values.is_floating_point() and parameter.requires_grad):
+        is_trained = parameter.requires_grad and values.is_floating_point()
+        if values.is_meta or not is_trained:
             continue
-        moved = torch.nextafter(values, _signs(values, number) * torch.inf)
+        direction = _signs(values, number) * torch.inf
+        moved = torch.nextafter(values, direction)
         # What begins at zero, such as half of an adapter, has no unit in the last place.
         values.copy_(moved.where(values != 0, values))
 
@@ -195,7 +200,8 @@ def perturb(model: nn.Module) -> None:
 def perturb_outputs(model: nn.Module, dtype: torch.dtype) -> None:
     """Move what each module returns by the rounding of a dtype in training: a layout may compute in another order."""
     for number, module in enumerate(model.modules()):
-        module.register_forward_hook(functools.partial(_perturb_output, number, dtype))
+        hook = functools.partial(_perturb_output, number, dtype)
+        module.register_forward_hook(hook)
 
 
 def _perturb_output(
@@ -205,8 +211,9 @@ def _perturb_output(
         if not (tensor.requires_grad and tensor.is_floating_point()):
             return tensor
         values = tensor.detach()
+        signs = _signs(values, number)
         # The gradient passes.
-        return tensor + values * _signs(values, number) * _unit(values, dtype)
+        return tensor + values * signs * _unit(values, dtype)
 
     if torch.compiler.is_compiling():
         return None
@@ -223,17 +230,21 @@ def perturb_gradients(gradients: Iterable[torch.Tensor], dtype: torch.dtype) -> 
     """
     for number, gradient in enumerate(gradients):
         values = local(gradient)
-        size = torch.linalg.vector_norm(values) / max(values.numel(), 1) ** 0.5
-        values.add_(size * _unit(values, dtype) * _signs(values, number) * (values != 0))
+        count = max(values.numel(), 1)
+        size = torch.linalg.vector_norm(values) / count**0.5
+        moves = size * _unit(values, dtype) * _signs(values, number)
+        values.add_(moves * (values != 0))
 
 
 def _unit(values: torch.Tensor, dtype: torch.dtype) -> float:
     """The largest relative rounding of values that are computed in a dtype: half a unit in the last place."""
-    return 0.5 * max(torch.finfo(dtype).eps, torch.finfo(values.dtype).eps)
+    unit = max(torch.finfo(dtype).eps, torch.finfo(values.dtype).eps)
+    return unit / 2
 
 
 def _signs(values: torch.Tensor, seed: int) -> torch.Tensor:
     """Numbers of 1 and -1. Replicas have the same ones, whatever the shapes of the other shards."""
     generator = torch.Generator().manual_seed(seed)
     ups = torch.randint(0, 2, values.shape, generator=generator)
-    return (2 * ups - 1).to(values.device, values.dtype)
+    signs = 2 * ups - 1
+    return signs.to(values.device, values.dtype)
