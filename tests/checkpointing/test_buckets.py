@@ -6,16 +6,30 @@ from __future__ import annotations
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from s3_server import Request, S3Server
 
-from accelerate.checkpointing import layout
+from accelerate import Accelerator
+from accelerate.checkpointing import (
+    Options,
+    PreparedModel,
+    PreparedOptimizer,
+    RunState,
+    Writer,
+    layout,
+    load_run,
+    save_run,
+)
 from accelerate.checkpointing.files import BlockIO, read_tensors, segments
 from accelerate.checkpointing.layout import MANIFEST, CorruptCheckpoint, Manifest
 from accelerate.core.bucket_path import BucketPath
-from accelerate.core.errors import ConfigurationError
+from accelerate.core.errors import CheckpointError, ConfigurationError
 from accelerate.core.files import location, user_path
+from accelerate.runtime.agreement import OneProcess
+from accelerate.utils import ProjectConfiguration
 
 pytest.importorskip("obstore")
 
@@ -111,3 +125,194 @@ def test_rotation_deletes_the_oldest(bucket: BucketPath) -> None:
     assert layout.rotate(bucket, 2) == [bucket / "checkpoint_0"]
     assert not (bucket / "checkpoint_0").exists()
     assert [number for number, _ in layout.list_checkpoints(bucket)] == [1, 2]
+
+
+# --- runs ----------------------------------------------------------------------------------------------------------
+
+
+def a_run(seed: int = 0, steps: int = 0) -> RunState:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return RunState(
+        models=[PreparedModel(model)],
+        optimizers=[PreparedOptimizer(optimizer)],
+        progress={"step": steps},
+    )
+
+
+def tensors_of(run: RunState) -> list[torch.Tensor]:
+    optimizer = run.optimizers[0].inner
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    return [*run.models[0].module.parameters(), *moments]
+
+
+def assert_same(run: RunState, other: RunState) -> None:
+    for tensor, expected in zip(tensors_of(run), tensors_of(other), strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=0, atol=0)
+
+
+def objects_below(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [Options(), Options(safe_serialization=False), Options(layout="compat")],
+    ids=["native", "pickled", "compat"],
+)
+def test_a_run_is_loaded_as_from_a_folder(
+    bucket: BucketPath, tmp_path: Path, options: Options
+) -> None:
+    run = a_run(steps=2)
+    for folder in (bucket / "a", tmp_path / "a"):
+        save_run(run, folder, process=OneProcess(), options=options)
+    assert layout.verify(bucket / "a").files == layout.verify(tmp_path / "a").files
+    for folder in (str(bucket / "a"), tmp_path / "a"):
+        loaded = a_run(seed=1)
+        load_run(loaded, folder, process=OneProcess())
+        assert_same(loaded, run)
+
+
+def test_a_save_replaces_what_it_has_seen(bucket: BucketPath) -> None:
+    """Of two writers that began on the same checkpoint one wins, and the other one's files are deleted."""
+    folder = bucket / "a"
+    for steps in (1, 2):
+        save_run(a_run(steps=steps), folder, process=OneProcess())
+    files = objects_below(folder)
+    assert len({name.partition("/")[0] for name in files}) == 2  # the manifest, one folder
+
+    class SavesMeanwhile:
+        def state_dict(self) -> dict[str, int]:
+            save_run(a_run(steps=3), folder, process=OneProcess())
+            return {}
+
+        def load_state_dict(self, state: object) -> None: ...
+
+    loser = a_run(steps=4)
+    loser.custom = [SavesMeanwhile()]
+    with pytest.raises(CheckpointError, match=r"another run has saved"):
+        save_run(loser, folder, process=OneProcess())
+    winner = a_run(seed=1)
+    assert load_run(winner, folder, process=OneProcess()).step == 3
+    assert_same(winner, a_run(steps=3))
+    assert len(objects_below(folder)) == len(files)
+
+
+def test_a_lost_answer_to_the_commit() -> None:
+    """The store has written the manifest, and the client has seen an error: the save is known to be committed."""
+    with S3Server() as server:
+        for steps in (1, 2):
+            names = iter(["500-after"])
+
+            def plan(request: Request, names: object = names) -> str | None:
+                if request.method == "PUT" and request.key.endswith(MANIFEST):
+                    return next(names, None)  # type: ignore[call-overload]
+                return None
+
+            server.faults = plan
+            save_run(a_run(steps=steps), "s3://bucket/run/a", process=OneProcess())
+            assert load_run(a_run(), "s3://bucket/run/a", process=OneProcess()).step == steps
+        assert server.injected["500-after"] == 2
+        assert len({key.split("/")[2] for key in sorted(server.keys())}) == 2
+
+
+def test_hooks_read_and_write_local_folders(bucket: BucketPath) -> None:
+    folders: list[str] = []
+
+    def write(models: object, weights: list[dict[str, torch.Tensor]], folder: str) -> None:
+        folders.append(folder)
+        Path(folder, "inner").mkdir()
+        Path(folder, "inner", "extra.txt").write_text("what a hook has")
+        Path(folder, "empty").touch()
+        weights[0].pop("0.weight")
+
+    def read(models: list[torch.nn.Module], folder: str) -> None:
+        folders.append(folder)
+        assert Path(folder, "inner", "extra.txt").read_text() == "what a hook has"
+        models.pop()
+
+    run = a_run(steps=1)
+    run.save_hooks = [write]
+    save_run(run, bucket / "a", process=OneProcess())
+    assert {"inner/extra.txt", "empty"} <= layout.verify(bucket / "a").files.keys()
+    loaded = a_run()
+    loaded.load_hooks = [read]
+    load_run(loaded, bucket / "a", process=OneProcess())
+    assert len(loaded.optimizers[0].inner.state) == 4
+    assert not any(Path(folder).exists() for folder in folders)
+
+
+def test_a_background_save_waits_for_the_copy_only(
+    bucket: BucketPath, caplog: pytest.LogCaptureFixture
+) -> None:
+    with S3Server(faults=lambda request: "slow", slow=0.2) as server:
+        run = a_run(steps=1)
+        writer = Writer()
+        begin = time.perf_counter()
+        save_run(run, "s3://bucket/run/a", process=OneProcess(), writer=writer)
+        took = time.perf_counter() - begin
+        assert not writer.is_done
+        with torch.no_grad():
+            next(run.models[0].module.parameters()).zero_()
+        save_run(run, "s3://bucket/run/b", process=OneProcess(), writer=writer)
+        assert "s3://bucket/run/a" in caplog.text and "interval" in caplog.text
+        writer.wait()
+        assert took < time.perf_counter() - begin - took
+        server.faults = None
+        loaded = a_run(seed=1)
+        load_run(loaded, "s3://bucket/run/a", process=OneProcess())
+        assert_same(loaded, a_run(steps=1))
+
+
+def accelerator(bucket: BucketPath) -> tuple[Accelerator, torch.nn.Module, Any]:
+    project = ProjectConfiguration(
+        project_dir=str(bucket), automatic_checkpoint_naming=True, total_limit=3
+    )
+    made = Accelerator(cpu=True, project_config=project)
+    run = a_run()
+    model, optimizer = made.prepare(run.models[0].module, run.optimizers[0].inner)
+    return made, model, optimizer
+
+
+def test_a_run_resumes_with_the_newest_whole_checkpoint(bucket: BucketPath) -> None:
+    made, model, _ = accelerator(bucket)
+    assert made.resume() is None
+    for value in range(5):
+        with torch.no_grad():
+            next(model.parameters()).fill_(value)
+        path = made.save_state(blocking=bool(value % 2))
+        assert path == f"{bucket}/checkpoints/checkpoint_{value}"
+    made.end_training()
+    directory = bucket / "checkpoints"
+    assert [number for number, _ in layout.list_checkpoints(directory)] == [2, 3, 4]
+
+    # A save was killed, and the newest checkpoint has lost a file.
+    (directory / "checkpoint_5" / layout.new_token() / "model.safetensors").write_text("half")
+    damaged = layout.read_manifest(directory / "checkpoint_4")
+    (damaged.files_in(directory / "checkpoint_4") / "model.safetensors").unlink()
+    made, model, _ = accelerator(bucket)
+    report = made.resume()
+    assert report is not None and str(report.folder) == f"{directory}/checkpoint_3"
+    assert [str(folder) for folder, _ in report.skipped] == [f"{directory}/checkpoint_4"]
+    assert next(model.parameters()).eq(3).all()
+    # Nothing can be renamed: the number of the damaged one is left out.
+    assert made.save_state() == f"{directory}/checkpoint_5"
+    made.end_training()
+    assert [number for number, _ in layout.list_checkpoints(directory)] == [3, 4, 5]
+
+    # Another run has begun meanwhile.
+    made, _, _ = accelerator(bucket)
+    with pytest.raises(ConfigurationError, match="checkpoint_3"):
+        made.project_configuration.iteration = 3
+        made.save_state()
+
+
+def test_a_bucket_that_does_not_exist() -> None:
+    with S3Server(), pytest.raises(CheckpointError, match=r"no such bucket") as caught:
+        save_run(a_run(), "s3://absent/run/a", process=OneProcess())
+    assert "a-secret" not in str(caught.value)

@@ -58,7 +58,7 @@ def copy_checkpoint(source: Path, target: Path) -> Manifest:
     try:
         temporary = open_temporary(target)
         try:
-            _copy_files(source, temporary, manifest, manifest.files)
+            copy_files(source, temporary, manifest, manifest.files)
             commit(temporary, target, _content(manifest))
         except BaseException:
             drop_temporary(temporary)
@@ -76,7 +76,7 @@ def _copy_to_bucket(source: Path, target: BucketPath, manifest: Manifest) -> Non
     token = new_token()
     content = dataclasses.replace(manifest, token=token).to_bytes()
     try:
-        _copy_files(source, target / token, manifest, manifest.files)
+        copy_files(source, target / token, manifest, manifest.files)
         key = (target / MANIFEST).key
         if not target.bucket.create(key, content, content.__eq__):
             raise CheckpointError(f"{target} has another checkpoint, which was saved meanwhile")
@@ -106,7 +106,7 @@ def local_models(path: Path, beside: Path) -> Iterator[Path]:
     beside.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".from-bucket-", dir=beside) as folder:
         copy = Path(folder, checkpoint.name)
-        _copy_files(checkpoint, copy, manifest, names)
+        copy_files(checkpoint, copy, manifest, names)
         (copy / MANIFEST).write_bytes(_content(manifest).to_bytes())
         try:
             yield copy / inner
@@ -115,7 +115,8 @@ def local_models(path: Path, beside: Path) -> Iterator[Path]:
             raise
 
 
-def _copy_files(source: Path, target: Path, manifest: Manifest, names: Iterable[str]) -> None:
+def copy_files(source: Path, target: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Copy files of the checkpoint `source`, which are compared with their checksums, to below another folder."""
     files = manifest.files_in(source)
     with ThreadPoolExecutor(_FILES) as pool:
         jobs = []

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
-from collections.abc import Callable, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any
 
+from ..core.bucket_path import BucketPath
 from ..core.errors import CheckpointError, ConfigurationError, MissingCheckpointError
 from ..core.files import location, reason
 from ..core.json_text import JSONObject
@@ -207,7 +211,8 @@ def _load(
         states_before = _load_objects(plan, folder, agreement, timeout)
         if run.load_hooks:
             try:
-                _run_hooks(run, source, plan, strict, agreement, timeout)
+                with _folder_of_hooks(folder, source, process, agreement, timeout) as local:
+                    _run_hooks(run, source, local, plan, strict, agreement, timeout)
             except CheckpointError:
                 _put_back(states_before, folder)
                 raise
@@ -459,15 +464,49 @@ def _put_back(before: list[ObjectState], folder: Path) -> str:
     return text
 
 
+@contextlib.contextmanager
+def _folder_of_hooks(
+    checkpoint: Path,
+    source: CheckpointReader,
+    process: Process,
+    agreement: Agreement,
+    timeout: float,
+) -> Iterator[Path]:
+    """The folder that load hooks read: of a checkpoint in a bucket, a local copy that the ranks of a machine share."""
+    if not isinstance(checkpoint, BucketPath) or source.manifest is None:
+        yield source.folder
+        return
+    from .copying import copy_files
+
+    manifest = source.manifest
+    local = ""
+    error: Exception | None = None
+    try:
+        if process.local_process_index == 0:
+            local = tempfile.mkdtemp(prefix="accelerate-load-")
+            names = [name for name in manifest.files if not source.read_fresh(name)]
+            try:
+                copy_files(checkpoint, Path(local), manifest, names)
+            except Exception as caught:
+                error = caught
+        _agree(agreement, "load_state: copy", error, checkpoint, timeout, local)
+        first_here = process.process_index - process.local_process_index
+        yield Path(agreement.values([first_here])[first_here])
+    finally:
+        if local:
+            shutil.rmtree(local, ignore_errors=True)
+
+
 def _run_hooks(
     run: RunState,
     source: CheckpointReader,
+    folder: Path,
     plan: _LoadPlan,
     strict: bool,
     agreement: Agreement,
     timeout: float,
 ) -> None:
-    """Call the user's hooks, and compare the models that they leave."""
+    """Call the user's hooks, which read `folder`, and compare the models that they leave."""
     error: Exception | None = None
     try:
         # As in the API, a hook removes the models that it has loaded itself from the list.
@@ -476,7 +515,7 @@ def _run_hooks(
             with loading(
                 f"the hook {getattr(hook, '__qualname__', hook)}", source.folder, "has failed"
             ):
-                hook(left, str(source.folder))
+                hook(left, str(folder))
         kept = {id(module) for module in left}
         remaining = [part for part in run.models if id(part.hooked) in kept]
         plan.models = _match(remaining, source, strict, plan.notes)
