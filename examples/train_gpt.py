@@ -8,13 +8,14 @@
 
 The model sees single characters, and is tested on days that it was not trained on. The lines marked [1] to [5] are the
 Accelerate calls for any device and any number of processes. The rest is plain PyTorch. Checkpoints, logged values and
-the trained weights go to `runs/gpt`.
+the trained weights go to `runs/gpt`. With `--output_dir s3://bucket/runs/gpt` the checkpoints go to the bucket.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import zlib
 from collections.abc import Iterable
 from datetime import date, timedelta
@@ -46,7 +47,12 @@ def parse_arguments() -> argparse.Namespace:
     def add(name: str, default: object, help: str, type: type = int) -> None:
         parser.add_argument(name, type=type, default=default, help=f"{help} (default: %(default)s)")
 
-    add("--output_dir", Path("runs/gpt"), "folder for all output", Path)
+    add(
+        "--output_dir",
+        "runs/gpt",
+        "folder of the run, or the place of its checkpoints in a bucket",
+        str,
+    )
     parser.add_argument(
         "--resume", action="store_true", help="resume from the newest checkpoint in --output_dir"
     )
@@ -75,7 +81,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.width % args.heads:
         parser.error(f"--width {args.width} is not divisible by --heads {args.heads}")
-    if not args.resume and args.output_dir.is_dir() and any(args.output_dir.iterdir()):
+    folder = Path(args.output_dir)
+    if not args.resume and folder.is_dir() and any(folder.iterdir()):
         raise SystemExit(
             f"{args.output_dir} has the files of a run: pass --resume, or another --output_dir"
         )
@@ -280,7 +287,7 @@ def main() -> None:
         mixed_precision=args.mixed_precision,
         gradient_accumulation_steps=args.accumulate,
         project_config=ProjectConfiguration(
-            str(args.output_dir), automatic_checkpoint_naming=True, total_limit=2
+            args.output_dir, automatic_checkpoint_naming=True, total_limit=2
         ),
         exact=True,  # each sample counts once per epoch, even if the last batch is short
         step_scheduler_with_optimizer=False,  # the scheduler counts optimizer steps, not batches of all processes
@@ -307,7 +314,8 @@ def main() -> None:
     if accelerator.resume() is None and args.resume:
         accelerator.print(f"no checkpoint in {args.output_dir}: starting from step 0")
     train(args, accelerator, model, optimizer, scheduler, loader, eval_loader, progress)
-    accelerator.save_model(model, str(args.output_dir / "model"))
+    # With checkpoints in a bucket, `logging_dir` is a local folder. Otherwise it is --output_dir.
+    accelerator.save_model(model, os.path.join(accelerator.logging_dir, "model"))
     if accelerator.is_main_process:
         show_answers(accelerator.unwrap_model(model).eval())
     accelerator.end_training()

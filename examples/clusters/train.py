@@ -5,7 +5,8 @@
     accelerate launch --num_processes 2 examples/clusters/train.py --output runs/cluster
 
 It saves a checkpoint after each epoch, and when the cluster stops it (SIGTERM or SIGUSR1). Started again with the same
-`--output`, it continues. The folder must be on a file system that all machines share.
+`--output`, it continues. This is a folder on a file system that all machines share, or a place in a bucket
+(s3://bucket/run).
 """
 
 import argparse
@@ -28,7 +29,9 @@ def make_data(samples: int, seed: int) -> TensorDataset:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
-        "--output", default="runs/cluster", help="folder of checkpoints (default: %(default)s)"
+        "--output",
+        default="runs/cluster",
+        help="folder of checkpoints, or their place in a bucket (default: %(default)s)",
     )
     parser.add_argument("--epochs", type=int, default=3)
     args = parser.parse_args()

@@ -4,6 +4,7 @@
 import re
 
 import pytest
+from s3_server import S3Server
 from safetensors.torch import load_file
 
 PRELOADED = ("transformers.models.llama.modeling_llama", "accelerate.parallel.fsdp.strategy")
@@ -97,3 +98,13 @@ def test_the_script_of_the_cluster_files_continues(printed, tmp_path):
     (first,) = printed("clusters/train", 2, "--output", tmp_path, "--epochs", 1)
     (second,) = printed("clusters/train", 2, "--output", tmp_path, "--epochs", 2)
     assert first.startswith("epoch 0: ") and second.startswith("epoch 1: accuracy 0.9")
+    with S3Server() as server:
+        # A folder that is not used: `accelerate launch --resume` sets the variable.
+        env = {**server.environment(), "ACCELERATE_RESUME": "s3://bucket/run"}
+        for epochs, line in ((1, first), (2, second)):
+            words = ["--output", tmp_path / "unused", "--epochs", epochs]
+            assert printed("clusters/train", 2, *words, env=env) == [line]
+        keys = server.keys()
+    folders = {key.rpartition("/parts-")[0] for key in keys if "/parts-" in key}
+    assert folders == {f"run/checkpoints/checkpoint_{number}" for number in (0, 1)}
+    assert not (tmp_path / "unused").exists()

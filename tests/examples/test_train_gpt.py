@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPT example: its parts, a short run with all that it writes, and two processes that go on from a checkpoint."""
 
+import os
 import shutil
 import sys
 from datetime import date
@@ -8,6 +9,7 @@ from datetime import date
 import pytest
 import torch
 from ranks import run_ranks, run_script
+from s3_server import S3Server
 from safetensors.torch import load_file
 
 from accelerate.tracking import read_values
@@ -170,3 +172,15 @@ def test_two_processes_go_on_from_a_checkpoint_to_the_same_weights(
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert (resumed / "checkpoints" / "checkpoint_1").is_dir()
+
+
+def test_checkpoints_in_a_bucket(script, ranks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with S3Server() as server:
+        options = [*TINY, "--max_steps", 2, "--output_dir", "s3://bucket/runs/gpt"]
+        ranks(1).run(run_script, script("train_gpt"), *options, env=server.environment())
+        keys = server.keys()
+    assert "runs/gpt/checkpoints/checkpoint_0/checkpoint_manifest.json" in keys
+    # All else is in the local folder of this name.
+    assert (tmp_path / "runs/gpt/model/model.safetensors").exists()
+    assert sorted(os.listdir("runs/gpt")) == ["model", "train_gpt"]

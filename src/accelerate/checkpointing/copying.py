@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..core.bucket_path import BucketPath
 from ..core.constants import MODEL_NAME, SAFE_MODEL_NAME
-from ..core.errors import AccelerateError, CheckpointError
+from ..core.errors import AccelerateError, BucketUnreachableError, CheckpointError
 from ..core.files import named_errors, open_binary
 from .commit import RunLocks, commit, drop_temporary, open_temporary, save_target
 from .files import FileRecord
@@ -80,6 +80,8 @@ def _copy_to_bucket(source: Path, target: BucketPath, manifest: Manifest) -> Non
         key = (target / MANIFEST).key
         if not target.bucket.create(key, content, content.__eq__):
             raise CheckpointError(f"{target} has another checkpoint, which was saved meanwhile")
+    except BucketUnreachableError:
+        raise  # perhaps the manifest was written
     except BaseException:
         with contextlib.suppress(CheckpointError, OSError):
             remove_objects(target / token)
