@@ -247,14 +247,14 @@ def test_a_copy_that_fails_leaves_nothing(project, act, capsys):
 def test_only_one_of_two_copies_to_one_place_counts(project, monkeypatch, capsys):
     """The other one has written its manifest while this one has copied files."""
     place = "memory://two/run"
-    copy_files = copying._copy_files
+    copy_files = copying.copy_files
 
     def slowly(source, target, *rest):
-        monkeypatch.setattr(copying, "_copy_files", copy_files)
+        monkeypatch.setattr(copying, "copy_files", copy_files)
         assert run("copy", project / "checkpoints/checkpoint_1", place) == 0
         copy_files(source, target, *rest)
 
-    monkeypatch.setattr(copying, "_copy_files", slowly)
+    monkeypatch.setattr(copying, "copy_files", slowly)
     assert run("copy", project / "checkpoints/checkpoint_0", place) == 1
     assert run("verify", place) == 0
     assert len(Bucket.of(place)[0].children("run")[0]) == 1
