@@ -10,9 +10,11 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from machines import clean_environment
 from planted_runs import START, unpacked, write_lines, write_steps
 
+from accelerate import Accelerator
 from accelerate.commands import report as command
 from accelerate.monitor.current import current_state, metrics
 from accelerate.monitor.goodput import BADPUT, goodput
@@ -21,6 +23,7 @@ from accelerate.monitor.sentences import sentences
 from accelerate.monitor.summary import summarize
 from accelerate.telemetry.records import FLAG_FIRST, STEP, events_file
 from accelerate.telemetry.writer import merged
+from accelerate.utils import ProjectConfiguration
 
 
 def opened(folder, **options):
@@ -217,6 +220,41 @@ def test_old_and_odd_runs_have_shares_too(tmp_path):
     shares_of(tmp_path / "odd")
 
 
+def train(folder, steps):
+    """Resume, and train to a step; the run is saved after step 4."""
+    project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, telemetry=folder, project_config=project)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    loader = torch.utils.data.DataLoader(torch.ones(40, 4), 2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    resumed = accelerator.resume()
+    step = 0 if resumed is None else resumed.step
+    for batch in loader:
+        time.sleep(0.02)
+        accelerator.backward(model(batch).mean())
+        optimizer.step()
+        step += 1
+        if step == 4:
+            accelerator.save_state()
+        if step == steps:
+            break
+    accelerator.end_training()
+
+
+def test_a_run_that_repeats_steps(tmp_path, caplog):
+    train(tmp_path, 8)
+    caplog.set_level("INFO", "accelerate")
+    train(tmp_path, 10)
+    found = shares_of(tmp_path)
+    seconds = {cause: share * found.seconds for cause, share in found.badput.items()}
+    assert 4 * 0.02 < seconds["repeated"] < 4 * 0.02 + 0.5
+    assert min(seconds[cause] for cause in ("start", "save", "load")) > 0
+    assert 9 * 0.02 < found.seconds * found.share < 10 * 0.02 + 0.5
+    (message,) = [line for line in caplog.messages if "goodput" in line]
+    assert found.seconds > 59 or f"of {found.seconds:.3g} s" in message
+
+
 KILLED = """
 import os, signal, sys, time
 import torch
@@ -250,6 +288,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.thorough
 def test_a_run_that_is_killed_and_restarted(tmp_path):
     """Two processes; the second one is killed 10 steps after the checkpoint, and is the slow one."""
     script = tmp_path / "script.py"

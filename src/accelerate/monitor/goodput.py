@@ -66,10 +66,8 @@ def goodput(run: Run) -> Goodput | None:
     seconds = float(buckets.sum("seconds").sum())
     saving = float(buckets.sum("checkpoint").sum())
     spent["data"] = float(buckets.sum("data").sum())
-    # Saves that are part of no step, such as that at the end, are events only.
-    outside = spent["save"] - saving - lead.repeated["checkpoint"]
-    spent["save"] = saving + max(0.0, outside)
-    spent["repeated"] = lead.repeated["seconds"]
+    spent["save"] = max(spent["save"], saving)
+    spent["repeated"] = lead.repeated
     work = buckets.sum("seconds") - buckets.sum("data") - buckets.sum("checkpoint")
     weight = buckets.steps("seconds")
     with np.errstate(all="ignore"):
@@ -166,7 +164,7 @@ def sampled_waits(run: Run, first: int, last: int) -> Array:
     """
     samples = max(1, min(_MOST_SAMPLES, _BUCKETS // len(run.ranks)))
     last_start = max(first, last - _SAMPLE_STEPS + 1)
-    starts = np.linspace(first, last_start, samples).astype(int)
+    starts = np.linspace(last_start, first, samples).astype(int)
     total: Array = np.zeros((3, 1))
     for start in sorted(set(starts.tolist())):
         shown = view(run, start, min(last, start + _SAMPLE_STEPS - 1), _SAMPLE_STEPS)

@@ -149,8 +149,8 @@ class RankSteps:
         """That of the newest record, 0 if there is none."""
         self.first_steps: list[tuple[float, np.void]] = []
         """The first record of each process, valid or not, and the time of the record before it; NaN without one."""
-        self.repeated: dict[str, float] = dict.fromkeys(("seconds", "checkpoint"), 0.0)
-        """Seconds of the steps that a resumed run has made again, in all and in saves."""
+        self.repeated: float = 0.0
+        """Seconds of the steps that a resumed run has made again, without saves."""
         # Ranges of valid records, whose steps ascend. A resumed run repeats steps, and the later record is valid.
         self._segments: list[Segment] = []
         self._blocks = Buckets.empty(0)
@@ -267,10 +267,8 @@ class RankSteps:
         """Forget the records of `step` and of later ones: the run has resumed before it."""
         if self._segments:
             repeated = self._records(file, step, self._segments[-1].last)
-            for name in self.repeated:
-                self.repeated[name] += float(
-                    np.nansum(repeated[name] * repeated["steps"].astype("f8"))
-                )
+            seconds = repeated["seconds"] - np.nan_to_num(repeated["checkpoint"])
+            self.repeated += float(np.nansum(seconds * repeated["steps"]))
         while self._segments and self._segments[-1].first >= step:
             self._segments.pop()
         block = (step - 1) // BLOCK
