@@ -16,6 +16,7 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.certify import joining, recording
 from accelerate.certify.comparison import Comparison
 from accelerate.certify.settings import VARIABLE, Settings
+from accelerate.core.errors import ConfigurationError
 from accelerate.parallel.gradients import local
 from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -293,6 +294,13 @@ def test_a_run_ends_after_the_last_step_of_each_optimizer(tmp_path, monkeypatch)
         assert json.loads((folder / "run.json").read_text())["processes"] == 2
     steps_of(accelerator, 1)
     accelerator.end_training()
+    accelerator = fresh("ddp", tmp_path / "uneven", monkeypatch, settings={"steps": 3})
+    model = mlp()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ConfigurationError, match="even_batches"):
+        with accelerator.join_uneven_inputs([model]):
+            accelerator.backward(model(data()[0]).mean())
+            optimizer.step()
 
 
 @on_ranks(2, 4)

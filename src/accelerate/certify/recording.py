@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core.errors import ConfigurationError
 from ..core.observers import RunObserver
 from ..core.trees import leaves
 from ..optimizer import AcceleratedOptimizer, parameters_of
@@ -125,6 +126,11 @@ class RecordedRun(RunObserver):
         objects = self._run.objects
         if optimizer not in objects.optimizers:
             return
+        if self._run.exchange.is_uneven:
+            raise ConfigurationError(
+                "accelerator.join_uneven_inputs: ranks make different numbers of steps, and a recorded step needs all "
+                "of them. Compare without it, with even_batches=True (the default) or Accelerator(exact=True)"
+            )
         if closure is None:
             if self._settings.perturb:
                 parameters = parameters_of(optimizer)
