@@ -18,7 +18,10 @@ FRAMEWORKS_VENV ?= .venv-frameworks
 PEER_VENV ?= .venv-peer
 PEER ?= accelerate==1.15.0
 TRACKERS_VENV ?= .venv-trackers
+SAGEMAKER_VENV ?= .venv-sagemaker
+SAGEMAKER_2_VENV ?= .venv-sagemaker-2
 INSTALL_VENV ?= .venv-install
+MOTO ?= moto[iam,s3,sagemaker,sts]==5.2.5
 DOCS_VENV ?= .venv-docs
 DOCS_PORT ?= 8000
 # For two cores: many tests wait for processes that they have started.
@@ -42,13 +45,15 @@ CLIENTS_4_STAMP := $(CLIENTS_4_VENV)/.installed
 FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
 PEER_STAMP := $(PEER_VENV)/.installed
 TRACKERS_STAMP := $(TRACKERS_VENV)/.installed
+SAGEMAKER_STAMP := $(SAGEMAKER_VENV)/.installed
+SAGEMAKER_2_STAMP := $(SAGEMAKER_2_VENV)/.installed
 EXAMPLES_STAMP := $(CLIENTS_VENV)/diffusers-$(DIFFUSERS_EXAMPLES)
 INSTALL_STAMP := $(INSTALL_VENV)/.installed
 DOCS_STAMP := $(DOCS_VENV)/.installed
 # The peer without its dependencies, to run the clients with it in their own environment.
 PEER_PACKAGE := $(CLIENTS_VENV)/peer
 
-.PHONY: help install install-engines engine-programs demo test test-torch test-all test-engines test-faults test-clients test-device test-frameworks test-trackers \
+.PHONY: help install install-engines engine-programs demo test test-torch test-all test-engines test-faults test-clients test-device test-frameworks test-trackers test-sagemaker \
 	screenshots test-install check \
 	check-style check-types check-names check-budgets check-subjects format bench bench-plan bench-clients gpu-check docs docs-serve clean
 
@@ -93,6 +98,11 @@ test-frameworks: $(FRAMEWORKS_STAMP)  ## run Keras, JAX and tf.data on this pack
 test-trackers: $(TRACKERS_STAMP)  ## log through every tracker's real package, offline, and read it back; launch from a Jupyter kernel
 	TRACKERS_REQUIRED=1 OMP_NUM_THREADS=1 $(TRACKERS_VENV)/bin/python -m pytest -p no:xdist tests/tracking \
 		tests/launchers/test_notebook.py $(PYTEST_ARGS)
+
+# Both versions of the client, with moto in place of Amazon's services.
+test-sagemaker: $(SAGEMAKER_STAMP) $(SAGEMAKER_2_STAMP)  ## start jobs with SageMaker's client, versions 3 and 2, against a simulated account
+	SAGEMAKER_REQUIRED=1 OMP_NUM_THREADS=1 $(SAGEMAKER_VENV)/bin/python -m pytest -p no:xdist tests/launchers/test_sagemaker_clients.py $(PYTEST_ARGS)
+	SAGEMAKER_REQUIRED=1 OMP_NUM_THREADS=1 $(SAGEMAKER_2_VENV)/bin/python -m pytest -p no:xdist tests/launchers/test_sagemaker_clients.py $(PYTEST_ARGS)
 
 screenshots: docs  ## write pictures of the monitor, a report and the site to build/screenshots (needs Chromium)
 	SCREENSHOTS=$(CURDIR)/build/screenshots $(BIN)/python -m pytest -p no:xdist tests/monitor/test_browser.py
@@ -149,6 +159,7 @@ docs-serve: docs  ## serve the site at localhost (DOCS_PORT, 8000)
 
 clean:  ## remove the environments and all generated files
 	rm -rf $(VENV) $(PEER_VENV) $(CLIENTS_VENV) $(CLIENTS_4_VENV) $(FRAMEWORKS_VENV) $(TRACKERS_VENV) $(INSTALL_VENV) $(DOCS_VENV)
+	rm -rf $(SAGEMAKER_VENV) $(SAGEMAKER_2_VENV)
 	rm -rf build dist src/*.egg-info runs outputs docs/reference/api
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -227,6 +238,16 @@ endef
 $(TRACKERS_STAMP): $(STAMP) tests/tracking/real/requirements.txt
 	$(call shared_venv,$(TRACKERS_VENV))
 	$(TRACKERS_VENV)/bin/python -m pip install --quiet --requirement tests/tracking/real/requirements.txt
+	touch $@
+
+$(SAGEMAKER_STAMP): $(STAMP)
+	$(call shared_venv,$(SAGEMAKER_VENV))
+	$(SAGEMAKER_VENV)/bin/python -m pip install --quiet "sagemaker==3.27.0" "$(MOTO)"
+	touch $@
+
+$(SAGEMAKER_2_STAMP): $(STAMP)
+	$(call shared_venv,$(SAGEMAKER_2_VENV))
+	$(SAGEMAKER_2_VENV)/bin/python -m pip install --quiet "sagemaker==2.257.7" "$(MOTO)"
 	touch $@
 
 $(INSTALL_STAMP): $(STAMP)

@@ -53,6 +53,8 @@ PUBLISHED = {
     "_tie_weights",
     "_tied_weights_keys",
     "_tp_plan",
+    # the documentation of SageMaker's ModelTrainer
+    "_latest_training_job",
 }
 UNDOCUMENTED = {
     "default_pg_timeout",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Amazon SageMaker: the estimator that runs a script, from a configuration and the arguments of a launch."""
+"""Amazon SageMaker: the job that runs a script, from a configuration and the arguments of a launch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..config.launch_file import LaunchFile, Setting
 from ..config.launch_settings import Settings, given, resolve_settings
@@ -20,9 +20,12 @@ from ..core.objects import masked
 from ..core.option import brief
 from ..core.options import AWS, options
 from .plan import variables
+from .sagemaker_clients import Client, Estimator, Job, Trainer, client_version
 from .spec import Program
 
+TORCHRUN = {"torch_distributed": {"enabled": True}}
 DATA_PARALLEL = {"smdistributed": {"dataparallel": {"enabled": True}}}
+MODEL_PARALLEL = {"smdistributed": {"modelparallel": {"enabled": True}}, **TORCHRUN}
 # Options that are published with Python's True and False, as the API does.
 DYNAMO = (
     "dynamo_mode",
@@ -36,14 +39,6 @@ ABOUT_THE_JOB = (
 )  # fmt: skip
 # Fields of the configuration that mean what the option of the same name means.
 SAME_AS_OPTION = ("mixed_precision", "debug", "gpu_ids", "num_machines", "enable_cpu_affinity")
-
-
-class Job(NamedTuple):
-    """The estimator's arguments, the data channels that `fit` gets, and the AWS variables that the client reads."""
-
-    arguments: dict[str, Any]
-    inputs: dict[str, str] | None
-    client: dict[str, str]
 
 
 def launch(config: Any, args: argparse.Namespace) -> None:
@@ -60,44 +55,56 @@ def launch(config: Any, args: argparse.Namespace) -> None:
                 f"--{name} has no effect on a job of SageMaker: ec2_instance_type, num_machines and distributed_type "
                 "of the configuration file set where its processes run"
             )
-    job = job_of(config, args)
-    if not {"entry_point", "source_dir", "git_config"} & set(config.additional_args or {}):
+    version = client_version()
+    job = job_of(config, args, version or 3)
+    elsewhere = {"entry_point", "source_dir", "git_config", "source_code"}
+    if not elsewhere & set(config.additional_args or {}):
         Program(args.training_script).check()
     settings = _settings(config, args)
+    client: Client
+    if version is None or version >= 3:
+        client = Trainer(job)
+    else:
+        client = Estimator(job)
+    if version is not None:
+        env.publish(job.variables)
+        try:
+            client.check()
+        except ImportError as error:
+            raise ConfigurationError(
+                f"version {version} of the package sagemaker cannot be used ({error}): pip install -U sagemaker"
+            ) from error
     if settings["dry_run"]:
         # The calls, as Python. Secrets are left out.
-        for name, text in masked(job.client).items():
+        for name, text in masked(job.variables).items():
             print(f"export {name}={text}")
-        calls = "".join(f"    {name}={value!r},\n" for name, value in masked(job.arguments).items())
-        print(f"HuggingFace(\n{calls}).fit(inputs={job.inputs!r})")
+        print(client.text())
+        if version is None:
+            messages.show(
+                "SageMaker: no client is installed. These are the calls of version 3, their names unchecked"
+            )
         return
-    env.publish(job.client)
-    try:
-        from sagemaker.huggingface import HuggingFace
-    except ModuleNotFoundError as error:
-        # Version 3 of the client has no estimators any more.
-        if error.name == "sagemaker":
-            why = "is not installed"
-        else:
-            why = f"has no estimators ({error})"
+    if version is None:
         raise ConfigurationError(
-            f"the configuration is for Amazon SageMaker, and the package sagemaker {why}: pip install 'sagemaker<3'"
-        ) from None
-    estimator = None
+            "the configuration is for Amazon SageMaker, and its client is not installed: pip install sagemaker"
+        )
     try:
-        estimator = HuggingFace(**job.arguments)
-        estimator.fit(inputs=job.inputs)
+        client.run()
     except KeyboardInterrupt:
         # The job would continue to run and cost money.
-        job_of_client = getattr(estimator, "latest_training_job", None)
-        if job_of_client is not None:
-            job_of_client.stop()
-            messages.show(f"SageMaker: the stop of job {job_of_client.name} was requested")
+        training_job = client.training_job()
+        if training_job is not None:
+            training_job.stop()
+            messages.show(f"SageMaker: the stop of job {client.name()} was requested")
         raise SystemExit(130) from None
     except Exception as error:
         raise LaunchError(f"SageMaker: {type(error).__name__}: {error}") from error
-    if not settings["quiet"]:
-        messages.show(f"SageMaker: the trained model is at {estimator.model_data}")
+    if settings["quiet"]:
+        return
+    if job.following.get("wait", True):
+        messages.show(f"SageMaker: the trained model is at {client.result()}")
+    else:
+        messages.show(f"SageMaker: the job was started; its model will be at {client.result()}")
 
 
 def estimator_arguments(
@@ -107,13 +114,19 @@ def estimator_arguments(
 
     ConfigurationError for a script it cannot run, and for what is missing.
     """
-    job = job_of(config, args)
-    env.publish(job.client)
+    job = job_of(config, args, version=2)
+    env.publish(job.variables)
     return job.arguments, job.inputs
 
 
-def job_of(config: Any, args: argparse.Namespace) -> Job:
-    """The job for a configuration and the arguments of a launch, checked; nothing is started or set."""
+def job_of(config: Any, args: argparse.Namespace, version: int) -> Job:
+    """The job for a configuration and the arguments of a launch, checked; nothing is started or set.
+
+    Args:
+        config: the configuration of the file.
+        args: of `accelerate launch`.
+        version: of the client.
+    """
     script = Path(args.training_script)
     if args.module or args.no_python:
         raise ConfigurationError(
@@ -146,7 +159,7 @@ def job_of(config: Any, args: argparse.Namespace) -> Job:
         "instance_count": settings["num_machines"],
         "instance_type": config.ec2_instance_type,
         "debugger_hook_config": False,
-        "distribution": DATA_PARALLEL if kind is SageMakerDistributedType.DATA_PARALLEL else None,
+        "distribution": _distribution(kind, version),
         "hyperparameters": hyperparameters(args.training_script_args),
         "environment": _environment(settings, kind),
         "metric_definitions": None
@@ -156,7 +169,10 @@ def job_of(config: Any, args: argparse.Namespace) -> Job:
     more = config.additional_args or {}
     if not isinstance(more, Mapping):
         raise ConfigurationError(f"additional_args must hold `key: value` lines, not {brief(more)}")
-    _check_distribution(arguments, kind, more)
+    if version < 3:
+        _check_distribution(arguments, kind, more)
+    else:
+        _check_names(args.training_script_args)
     inputs = None if channels is None else dict(channels)
     for key, value in more.items():
         former = arguments.get(key)
@@ -166,7 +182,10 @@ def job_of(config: Any, args: argparse.Namespace) -> Job:
             arguments[key] = {**former, **value}
         else:
             arguments[key] = value
-    return Job(arguments, inputs, _client_variables(config, args))
+    following: dict[str, Any] = {
+        key: arguments.pop(key) for key in ("wait", "logs") if key in arguments
+    }
+    return Job(arguments, inputs, following, _client_variables(config, args))
 
 
 def _settings(config: Any, args: argparse.Namespace) -> Settings:
@@ -187,6 +206,26 @@ def _settings(config: Any, args: argparse.Namespace) -> Settings:
         if value is not None
     }
     return resolve_settings(given(args), LaunchFile(Path(origin), {}, values))
+
+
+def _distribution(kind: SageMakerDistributedType, version: int) -> dict[str, Any] | None:
+    """The estimator's distribution for a kind of parallelism; None where the configuration has to say more."""
+    if kind is SageMakerDistributedType.DATA_PARALLEL:
+        return DATA_PARALLEL
+    if version < 3:
+        return None
+    if kind is SageMakerDistributedType.MODEL_PARALLEL:
+        return MODEL_PARALLEL
+    return TORCHRUN
+
+
+def _check_names(words: list[str]) -> None:
+    """ConfigurationError for names of one letter, which the containers of version 3 write with two hyphens."""
+    for word in words:
+        if re.fullmatch(r"-[A-Za-z_](=.*)?", word):
+            raise ConfigurationError(
+                f"version 3 of sagemaker passes {word} as -{word}: give the option's long name"
+            )
 
 
 def _check_distribution(
