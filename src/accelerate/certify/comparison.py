@@ -98,6 +98,16 @@ class Item:
     vague: dict[str, float] = field(default_factory=dict)
     vague_part: float = 0.0
 
+    def add(self, difference: Difference, spread: float) -> None:
+        """Take in a tensor of which something can be told, and the effect of the perturbation on it."""
+        if spread > self.spread:
+            self.spread = spread
+            self.moved = difference.name
+        if difference.ratio > self.ratio:
+            self.ratio = difference.ratio
+            self.name = difference.name
+            self.step = difference.step
+
     @property
     def verdict(self) -> str:
         """What the tensors of the kind have shown."""
@@ -154,35 +164,37 @@ class Comparison:
         spreads: dict[str, tuple[float, float]] = {}
         if self.perturbed is not None and kind not in EXACT:
             spreads = {name: self._spread(number, name) for name in names}
-        typical = statistics.median(relative for _, relative in spreads.values() or [(0.0, 0.0)])
-        vague = total = 0.0
+        relative_spreads = [relative for _, relative in spreads.values()]
+        typical = statistics.median(relative_spreads or [0.0])
+        # Tensors come from the parameters, and are rounded as they are.
+        parameters = [expected[name] for name in expected if name.startswith("parameter/")]
+        floor = max(typical, _rounding(*parameters))
+        vague = 0.0
+        total = 0.0
         for name in names:
             difference = self._difference(number, name, expected[name], actual.get(name))
             if difference is None:
                 continue
             item = self.items.setdefault(kind, Item())
             item.tensors += 1
+            spread = 0.0
             if name in spreads:
                 change, spread = spreads[name]
-                floor = max(typical, self._rounding(number, expected[name], actual.get(name)))
+                rounding = max(floor, _rounding(expected[name], actual.get(name)))
                 if expected[name].numel() <= FEW:
                     # Terms that cancel are rounded by more than their sum.
-                    floor *= FACTOR
-                tolerance = FACTOR * max(change, floor * difference.size)
+                    rounding *= FACTOR
+                tolerance = FACTOR * max(change, rounding * difference.size)
                 difference = replace(difference, tolerance=tolerance)
                 if kind == "gradient":
                     self._decide(difference, expected[name], actual.get(name))
-                total += difference.size**2
-                if spread > VAGUE and math.isfinite(difference.error):
-                    vague += difference.size**2
-                    item.vague.setdefault(difference.name, spread)
-                    continue
-                if spread > item.spread:
-                    item.spread, item.moved = spread, difference.name
-            ratio = difference.ratio
-            if ratio > item.ratio:
-                item.ratio, item.name, item.step = ratio, difference.name, difference.step
-            if ratio > 1:
+            total += difference.size**2
+            if spread > VAGUE and math.isfinite(difference.error):
+                vague += difference.size**2
+                item.vague.setdefault(difference.name, spread)
+                continue
+            item.add(difference, spread)
+            if difference.ratio > 1:
                 self.differences.append(difference)
         if vague:
             item = self.items[kind]
@@ -246,18 +258,14 @@ class Comparison:
                 change = max(change, moved_by)
         return max(change, spread * size), spread
 
-    def _rounding(self, number: int, *tensors: torch.Tensor | None) -> float:
-        """The largest rounding of some tensors and of the parameters that they come from."""
-        rounding = 0.0
-        parameters = [
-            tensor
-            for name, tensor in self.reference[number].items()
-            if name.startswith("parameter/")
-        ]
-        for tensor in [*parameters, *tensors]:
-            if tensor is not None and tensor.is_floating_point():
-                rounding = max(rounding, torch.finfo(tensor.dtype).eps)
-        return rounding
+
+def _rounding(*tensors: torch.Tensor | None) -> float:
+    """The largest rounding of the types of some tensors."""
+    rounding = 0.0
+    for tensor in tensors:
+        if tensor is not None and tensor.is_floating_point():
+            rounding = max(rounding, torch.finfo(tensor.dtype).eps)
+    return rounding
 
 
 def read_steps(folder: Path) -> list[Step]:
@@ -274,21 +282,24 @@ def read_steps(folder: Path) -> list[Step]:
 def norm(tensor: torch.Tensor, other: torch.Tensor | None = None) -> float:
     """The Euclidean norm of a tensor or of a difference; infinite where an element is not finite in one of both."""
     values = tensor.double()
-    if other is None:
-        return float(torch.linalg.vector_norm(values))
-    both = torch.isnan(values) & torch.isnan(other.double())
-    difference = (values - other.double()).masked_fill(both | (tensor == other), 0.0)
-    return float(torch.linalg.vector_norm(difference.nan_to_num(nan=torch.inf)))
+    if other is not None:
+        others = other.double()
+        is_equal = tensor == other
+        is_equal |= values.isnan() & others.isnan()
+        errors = (values - others).masked_fill(is_equal, 0.0)
+        values = errors.nan_to_num(nan=torch.inf)
+    return float(torch.linalg.vector_norm(values))
 
 
 def factor_of(actual: torch.Tensor, expected: torch.Tensor) -> float | None:
     """The number by which all elements of `expected` are multiplied; None if there is none."""
-    flat, reference = actual.double().flatten(), expected.double().flatten()
-    size = float(reference.dot(reference))
-    if not size:
+    values = actual.double().flatten()
+    reference = expected.double().flatten()
+    square = float(reference.dot(reference))
+    if not square:
         return None
-    factor = float(flat.dot(reference)) / size
-    rest = float(torch.linalg.vector_norm(flat - factor * reference))
-    if rest > 1e-3 * abs(factor) * size**0.5:
+    factor = float(values.dot(reference)) / square
+    rest = float(torch.linalg.vector_norm(values - factor * reference))
+    if rest > 1e-3 * abs(factor) * square**0.5:
         return None
     return factor

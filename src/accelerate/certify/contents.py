@@ -86,8 +86,8 @@ def parameters_and_buffers(objects: RunObjects) -> tuple[Tensors, Tensors]:
             state = prepared.inner.state_dict()
         else:
             state = prepared.checkpoint_state_dict()
-        model = state_template(prepared)
-        names_of_buffers = {canonical_name(name) for name, _ in model.named_buffers()}
+        named_buffers = prepared.inner.named_buffers(remove_duplicate=False)
+        names_of_buffers = {canonical_name(name) for name, _ in named_buffers}
         for key, value in state.items():
             if not isinstance(value, torch.Tensor) or value.is_meta:
                 continue
