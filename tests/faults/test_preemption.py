@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asked to stop at random moments, a run ends in time and continues to the parameters that it would have had.
+
+SIGNALS sets how many signals there are on each number of ranks (default 30).
+"""
+
+import collections
+import os
+import random
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from kills import Launches, gone, rank_pids
+from ranks import run_script
+
+WORKER = Path(__file__).parent / "stopped_worker.py"
+SIGNALS = int(os.environ.get("SIGNALS", "30"))
+# Optimizer steps that a run has for each signal, and seconds of one act of it.
+STEPS, PACE = 12, 0.02
+WITHIN = 12
+LAUNCHES = Launches(WORKER)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    memory = Path("/dev/shm")
+    parent = memory if os.access(memory, os.W_OK) else tmp_path
+    with tempfile.TemporaryDirectory(dir=parent, prefix="accelerate-signals-") as name:
+        yield Path(name)
+        LAUNCHES.stop()
+
+
+@pytest.mark.thorough  # tests/runtime/test_step_exchange.py has signals at chosen moments
+@pytest.mark.timeout(600 + 30 * SIGNALS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_stopped_at_random_moments(world, folder, ranks):
+    total = STEPS * SIGNALS
+    whole, cut = folder / "whole", folder / "cut"
+    whole.mkdir(), cut.mkdir()
+    cpu = {"ACCELERATE_USE_CPU": "true"}
+    ranks(world).run(run_script, WORKER, whole, total, 0.0, env=cpu, timeout=300)
+    dice = random.Random(world + SIGNALS)
+    counts = collections.Counter()
+    slowest = 0.0
+    while not (cut / "end.pt").exists():
+        launcher = LAUNCHES.start(
+            cut, total, PACE, ranks=world, options=("--stop_within", str(WITHIN))
+        )
+        pids = rank_pids(cut, launcher, world)
+        number = dice.choice([signal.SIGTERM, signal.SIGUSR1])
+        target = dice.choice([launcher.pid, *pids])
+        expected = 0
+        begin = None
+        if counts.total() < SIGNALS:
+            try:
+                launcher.wait(timeout=dice.uniform(0.0, 3.0))
+            except subprocess.TimeoutExpired:
+                place = (cut / "phase").read_text()
+                begin = time.monotonic()
+                os.kill(target, number)
+                expected = 128 + number
+        _, told = launcher.communicate(timeout=300)
+        if begin is not None:
+            seconds = time.monotonic() - begin
+            slowest = max(slowest, seconds)
+            assert seconds < WITHIN + 3, (place, told)
+        assert gone(pids)
+        is_complete = (cut / "end.pt").exists() and launcher.returncode == 0
+        if begin is not None and not is_complete:
+            result = "saved"
+            if "before the first step" in told:
+                result = "nothing to save"
+            assert "stop requested" in told, (place, told)
+            counts[f"{place}: {result}"] += 1
+        assert launcher.returncode == expected or is_complete, (place, told)
+    print(f"\n{world} ranks, slowest end {slowest:.1f} s: {dict(counts)}")
+    assert counts.total() >= SIGNALS * 0.8, counts
+    expected, found = (torch.load(run / "end.pt") for run in (whole, cut))
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+    for rank in range(world):
+        expected, found = (torch.load(run / f"read{rank}.pt") for run in (whole, cut))
+        assert found == expected
