@@ -128,3 +128,83 @@ def test_ranks_that_do_not_meet_end_at_the_deadline(tmp_path):
     assert [rank.returncode for rank in ended] == [143, 143], ended
     assert seconds < 6
     assert "3 steps old" in ended[0].stderr and "checkpoint_0" in ended[0].stderr
+
+
+# A run whose forward takes long at the seventh batch, as a compilation does.
+COMPILING = """
+import os, signal, sys, time, torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration, set_seed
+
+folder, seconds, how = sys.argv[1], float(sys.argv[2]), sys.argv[3]
+
+class Data(torch.utils.data.Dataset):
+    # Each read draws: from where the generator was before the batch.
+    def __len__(self):
+        return 27
+
+    def __getitem__(self, index):
+        return torch.full((4,), float(index)) + torch.randn(4)
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        if how == "python" and step == 6:
+            wait()
+        return self.linear(torch.nn.functional.dropout(x, 0.1))
+
+def wait():
+    if seconds and accelerator.is_last_process:
+        os.kill(os.getpid(), signal.SIGTERM)
+        print(time.time(), flush=True)
+    for _ in range(int(100 * seconds)):
+        time.sleep(0.01)
+
+def backend(graph, inputs):
+    if step == 6:
+        wait()
+    return graph.forward
+
+set_seed(0)
+accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True))
+model = Model()
+if how == "dynamo":
+    model = torch.compile(model, backend=backend, dynamic=False)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+loader = torch.utils.data.DataLoader(Data(), batch_size=2, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+start = accelerator.resume()
+step = start.step if start else 0
+for epoch in range(start.epoch if start else 0, 2):
+    for x in loader:
+        # A program of another size is compiled.
+        accelerator.backward(model(x[:1] if step == 6 else x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+if accelerator.is_main_process:
+    torch.save(accelerator.unwrap_model(model, keep_torch_compile=False).state_dict(), f"{folder}/end.pt")
+"""
+
+
+@pytest.mark.parametrize("how", ["python", pytest.param("dynamo", marks=pytest.mark.thorough)])
+def test_a_save_from_within_a_compilation(how, tmp_path):
+    script = tmp_path / "compiling.py"
+    script.write_text(COMPILING)
+    limit = {"ACCELERATE_STOP_WITHIN": "4"}
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole.mkdir(), cut.mkdir()
+    run_ranks(script, 2, whole, 0, how, env=limit)
+    ended = run_ranks(script, 2, cut, 60, how, env=limit, check=False)
+    seconds = time.time() - float(ended[1].stdout)
+    assert [rank.returncode for rank in ended] == [143, 143], ended
+    assert seconds < 8
+    [checkpoint] = (cut / "checkpoints").iterdir()
+    assert read_manifest(checkpoint).progress["step"] == 6, ended
+    run_ranks(script, 2, cut, 0, how, env=limit)
+    expected = parameters(whole)
+    for name, value in parameters(cut).items():
+        assert torch.equal(value, expected[name]), name

@@ -46,7 +46,7 @@ def test_stopped_at_random_moments(world, folder, ranks):
     ranks(world).run(run_script, WORKER, whole, total, 0.0, env=cpu, timeout=300)
     dice = random.Random(world + SIGNALS)
     counts = collections.Counter()
-    slowest = 0.0
+    ends = []
     while not (cut / "end.pt").exists():
         launcher = LAUNCHES.start(
             cut, total, PACE, ranks=world, options=("--stop_within", str(WITHIN))
@@ -67,7 +67,7 @@ def test_stopped_at_random_moments(world, folder, ranks):
         _, told = launcher.communicate(timeout=300)
         if begin is not None:
             seconds = time.monotonic() - begin
-            slowest = max(slowest, seconds)
+            ends.append((round(seconds, 1), place))
             assert seconds < WITHIN + 3, (place, told)
         assert gone(pids)
         is_complete = (cut / "end.pt").exists() and launcher.returncode == 0
@@ -75,10 +75,12 @@ def test_stopped_at_random_moments(world, folder, ranks):
             result = "saved"
             if "before the first step" in told:
                 result = "nothing to save"
-            assert "stop requested" in told, (place, told)
+            else:
+                # Rank 0 may be in a collective when another rank ends before the first step.
+                assert "stop requested" in told or place in ("warm-up", "compile"), (place, told)
             counts[f"{place}: {result}"] += 1
         assert launcher.returncode == expected or is_complete, (place, told)
-    print(f"\n{world} ranks, slowest end {slowest:.1f} s: {dict(counts)}")
+    print(f"\n{world} ranks, seconds to the end {sorted(ends)}: {dict(counts)}")
     assert counts.total() >= SIGNALS * 0.8, counts
     expected, found = (torch.load(run / "end.pt") for run in (whole, cut))
     for name, value in expected.items():

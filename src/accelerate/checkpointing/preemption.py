@@ -67,7 +67,7 @@ class PreemptionWatch:
         self._on_signal = on_signal
         self._within: float | None = env.value("ACCELERATE_STOP_WITHIN")
         self._job_end: float | None = env.value("SLURM_JOB_END_TIME")
-        exchange.on_spread = self._notify
+        exchange.on_spread = self.notify
         exchange.watch()
         self._former: dict[signal.Signals, Any] = {}
         for name in signals:
@@ -93,7 +93,7 @@ class PreemptionWatch:
         if self._on_signal is not None:
             self._on_signal()
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
         """Let the main thread call `on_signal`. This is another thread."""
         name = self._exchange.received
         if name is not None and signal.Signals[name] in self._former:

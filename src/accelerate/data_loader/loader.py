@@ -141,6 +141,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
         # The present pass (or the last one, if it was not complete), and its position.
         self._order: Order | None = None
         self._position: StreamPosition | int = 0
+        self._former_position: StreamPosition | int = 0  # before the last batch
         self._start = 0
         self._pending: Position | None = None
         # What passes that were left have read of a stream that goes on where it is: one that is its own iterator.
@@ -297,6 +298,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
                     # What was read, if a sampler yields another number than its length.
                     self.remainder = _last_size(counts, plan)
                 self.end_of_dataloader = step.last
+                self._former_position = self._position
                 self._position = step.position
                 self.batches_read += 1
                 # The next batch is read without this one in memory, unless the loop keeps it.
@@ -322,6 +324,21 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
         self._order = None
         self._yielded = 0
         self._end_epoch(self.iteration + 1)
+
+    @property
+    def is_being_read(self) -> bool:
+        """Whether a pass is under way."""
+        return self._order is not None
+
+    @property
+    def can_return(self) -> bool:
+        """Whether `return_batch` is possible: the last batch was not the first of an epoch."""
+        return consumed_at(self._former_position) > 0
+
+    def return_batch(self) -> None:
+        """Have the position before the last batch, for a save after which the process ends."""
+        self._position = self._former_position
+        self.end_of_dataloader = False
 
     @property
     def batches_skipped_twice(self) -> int:

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -26,7 +26,13 @@ from ..checkpointing.loading import LoadReport, load_newest, load_options, load_
 from ..checkpointing.loading import resume as resume_run
 from ..checkpointing.pending import Options
 from ..checkpointing.preemption import DEFAULT_SIGNALS, PreemptionWatch
-from ..checkpointing.run_state import PendingGradients, RankState, RunState, StateOf
+from ..checkpointing.run_state import (
+    GlobalGenerators,
+    PendingGradients,
+    RankState,
+    RunState,
+    StateOf,
+)
 from ..checkpointing.saving import save_run
 from ..checkpointing.writer import Writer
 from ..config.training import ProjectConfiguration
@@ -61,6 +67,8 @@ logger: MultiProcessAdapter = get_logger(__name__)
 
 # Seconds that a rank waits for the others when it first can stop in an evaluation: until they know of the signal.
 _PATIENCE = 0.5
+# The time that has to be left for a save: a multiple of that of the last one, and seconds.
+_SAFETY, _LEAST = 1.5, 1.5
 # Seconds between two looks at the time that is left.
 _LOOK = 0.1
 
@@ -98,7 +106,7 @@ class RunCheckpoints:
         self._exit_code: int | None = None
         # The last save or load that is complete: the folder, and the step. And the seconds of the last save.
         self._newest: tuple[str, int] | None = None
-        self._save_seconds: float = 0.0
+        self.save_seconds: float = 0.0
         # Of the save in the background.
         self._in_background: tuple[str, int] | None = None
         self._writer: Writer | None = None
@@ -175,7 +183,7 @@ class RunCheckpoints:
             observer.saved(str(saved), run.progress["step"], time.perf_counter() - begin)
         if writer is None:
             self._newest = str(saved), run.progress["step"]
-            self._save_seconds = time.perf_counter() - begin
+            self.save_seconds = time.perf_counter() - begin
         else:
             self._in_background = str(saved), run.progress["step"]
         return str(saved)
@@ -332,16 +340,14 @@ class RunCheckpoints:
         self.controller.watch_signals(PartialState(), signals)
         return self.controller.resume()
 
-    def save_and_exit(self, name: str) -> None:
-        """Save what the time allows, and end this process. Every rank calls it at the same position of the run.
-
-        Args:
-            name: of the signal.
-        """
+    def save_and_exit(self) -> None:
+        """Save what the time allows, and end this process. Every rank calls it at the same position of the run."""
+        name = self.exchange.agreed
+        assert name is not None
         # A save in the background is complete first.
         self._wait_for_writer()
         left, needed, share = self.exchange.collect(
-            "stop", [self.exchange.seconds_left, self._save_seconds, self._brief_share()]
+            "stop", [self.exchange.seconds_left, self.save_seconds, self._brief_share()]
         )
         least = needed * share
         if left < least:
@@ -362,6 +368,9 @@ class RunCheckpoints:
             logger.warning(f"stop requested ({name}): saved {folder}{without}")
         self.trackers.finish()
         # A launcher stops the other ranks as soon as one has ended with an error code.
+        if self.controller.is_interrupting:
+            self.exchange.collect("stop", [0.0, 0.0, 0.0])
+            _exit(self.exit_code(name))
         self.state.wait_for_everyone()
         self.end_training()
         raise SystemExit(self.exit_code(name))
@@ -381,6 +390,13 @@ class RunCheckpoints:
             return "There is no checkpoint."
         folder, step = newest
         return f"The newest checkpoint, {folder}, is {self._step() - step} steps old."
+
+    def count_steps(self) -> int:
+        """The steps of optimizers and schedulers so far."""
+        steps = sum(optimizer.steps_made for optimizer in self.objects.optimizers)
+        for scheduler in self.objects.schedulers:
+            steps += getattr(scheduler.scheduler, "last_epoch", 0)
+        return steps
 
     def _brief_share(self) -> float:
         """About what share of a checkpoint is neither averages nor unfinished gradients."""
@@ -406,14 +422,23 @@ class RunCheckpoints:
             return None
         if any(average.is_applied for average in self.objects.averages):
             return None
-        if self.exchange.is_uneven or not self.controller.is_between_steps:
+        if self.exchange.is_uneven or not self.controller.is_between_steps(self.count_steps()):
             return None
         batches = 0
-        if any(prepared.is_partial for prepared in models):
-            # Forwards communicate: the ranks read as many batches.
+        if self.is_sharded:
+            # The ranks read as many batches.
             batches = marks.batches_read()
+        return [*self.steps_and_calls(), batches]
+
+    def steps_and_calls(self) -> list[int]:
+        """Optimizer steps, epoch, and collectives of this package."""
         epoch = int(getattr(self.controller.main_loader, "iteration", 0))
-        return [self._step(), epoch, LEDGER.count, batches]
+        return [self._step(), epoch, LEDGER.count]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether forwards communicate."""
+        return any(prepared.is_partial for prepared in self.objects.models)
 
     def end_training(self) -> None:
         """Finish what runs in the background, close observers and trackers, leave the process group."""
@@ -469,7 +494,7 @@ class RunCheckpoints:
             if self._in_background is not None:
                 self._newest = self._in_background
                 self._in_background = None
-                self._save_seconds = self._writer.seconds
+                self.save_seconds = self._writer.seconds
 
     # -- contents
 
@@ -483,8 +508,9 @@ class RunCheckpoints:
         gradients = None
         averages: list[Any] = []
         if not is_brief:
-            gradients = self._pending_gradients()
             averages = list(objects.averages)
+            if not self.controller.is_interrupting:
+                gradients = self._pending_gradients()
         if is_saved:
             progress = self._progress(gradients is not None)
         else:
@@ -638,6 +664,7 @@ class ResumeController:
         # Whether to resume when a loader is first read, or the report is first requested: all objects are known then.
         self.is_pending: bool = False
         self._watch: PreemptionWatch | None = None
+        self._is_limited = False
         self._loaders: list[weakref.ref[PreparedLoader]] = []
         self._trained: list[weakref.ref[PreparedLoader]] = []
         # Whether the run has made a step since it was loaded.
@@ -647,6 +674,13 @@ class ResumeController:
         self._is_in_batch = False
         self._steps_at_batch = self._steps_of_batch = 0
         self._is_stopping = False
+        # Whether an optimizer steps.
+        self.is_in_step: bool = False
+        # Whether there is only the time for a save left, and whether it is made while the main thread is interrupted.
+        self._is_urgent = self._is_handling = False
+        self.is_interrupting: bool = False
+        # With a deadline: the generators before the last batch to train on, unless it is within a window.
+        self._generators: dict[str, Any] | None = None
         # When the last meeting in an evaluation has ended.
         self._last_meeting: float | None = None
 
@@ -682,9 +716,11 @@ class ResumeController:
         """An optimizer steps: the loader that is being read is trained on."""
         self._has_stepped = True
         loader = getattr(GradientState().active_dataloader, "origin", None)
-        if loader is not None and not self._is_trained(loader):
+        checkpoints = self._checkpoints()
+        if loader is not None and checkpoints is not None and not self._is_trained(loader):
             self._trained.append(weakref.ref(loader))
             self._is_in_batch = True
+            self._steps_at_batch = checkpoints.count_steps()
 
     def _is_trained(self, loader: object) -> bool:
         return any(loader is trained for trained in _alive(self._trained))
@@ -721,9 +757,10 @@ class ResumeController:
         if self._watch is not None or threading.current_thread() is not threading.main_thread():
             return
         self._watch = PreemptionWatch(
-            process, signals, exchange=self._exchange, on_signal=self._end_before_first_step
+            process, signals, exchange=self._exchange, on_signal=self._handle
         )
-        if self._watch.is_limited:
+        self._is_limited = self._watch.is_limited
+        if self._is_limited:
             threading.Thread(
                 target=self._end_at_deadline, name="accelerate-deadline", daemon=True
             ).start()
@@ -739,28 +776,37 @@ class ResumeController:
 
     def begin_batch(self, loader: object) -> None:
         """A loader is about to yield a batch."""
-        self._end_before_first_step()
+        checkpoints = self._checkpoints()
+        # Where it is None the run was freed, and one of its loaders is still being read.
+        if checkpoints is None:
+            return
+        self._end_before_first_step(checkpoints)
+        # The rest of an epoch (`skip_first_batches`) is read for the loader that the user prepared.
         if self._is_trained(getattr(loader, "origin", loader)):
             self._is_in_batch = True
-            self._steps_at_batch = self._count_steps()
+            self._steps_at_batch = checkpoints.count_steps()
 
     def end_batch(self, loader: object) -> None:
         """The loop is done with a batch of a loader. Stop the run here, if a signal requests it."""
-        # The rest of an epoch (`skip_first_batches`) is read for the loader that the user prepared.
+        checkpoints = self._checkpoints()
+        if checkpoints is None:
+            return
         if not self._is_trained(getattr(loader, "origin", loader)):
             self.stop_if_whole()
             return
         if self._is_in_batch:
-            steps = self._count_steps() - self._steps_at_batch
+            steps = checkpoints.count_steps() - self._steps_at_batch
             self._steps_of_batch = max(self._steps_of_batch, steps)
             self._is_in_batch = False
+            self._generators = None
+            if self._is_limited and not checkpoints.accumulation.is_unfinished:
+                self._generators = GlobalGenerators().state_dict()
         if self._exchange.is_agreed:
-            self._stop()
+            self._stop(checkpoints)
 
     def stop_if_whole(self) -> None:
         """Stop the run in an evaluation, if a signal requests it and all ranks are at the same position."""
         checkpoints = self._checkpoints()
-        # Without checkpoints the run was freed, and one of its loaders is still being read.
         if self._exchange.received is None or self._is_stopping or checkpoints is None:
             return
         position = checkpoints.position()
@@ -771,45 +817,27 @@ class ResumeController:
         if self._last_meeting is not None:
             patience = time.monotonic() - self._last_meeting
         if self._exchange.meet_to_stop(position, patience):
-            for loader in GradientState().dataloader_references:
-                if isinstance(loader, PreparedLoader) and not self._is_trained(loader.origin):
-                    # A resumed run continues after the evaluation.
-                    loader.leave_out_rest()
-            self._stop()
+            self._stop(checkpoints)
         self._last_meeting = time.monotonic()
 
-    @property
-    def is_between_steps(self) -> bool:
-        """Whether all steps were made with the batches to train on that were read."""
+    def is_between_steps(self, steps: int) -> bool:
+        """Whether all steps were made with the batches to train on that were read. `steps`: those so far."""
         if not self._is_in_batch:
             return True
-        steps = self._count_steps() - self._steps_at_batch
-        return 0 < self._steps_of_batch <= steps
+        return 0 < self._steps_of_batch <= steps - self._steps_at_batch
 
-    def _count_steps(self) -> int:
-        """The steps of optimizers and schedulers so far."""
-        checkpoints = self._checkpoints()
-        if checkpoints is None:
-            return 0
-        objects = checkpoints.objects
-        steps = sum(optimizer.steps_made for optimizer in objects.optimizers)
-        for scheduler in objects.schedulers:
-            steps += getattr(scheduler.scheduler, "last_epoch", 0)
-        return steps
+    def _stop(self, checkpoints: RunCheckpoints) -> None:
+        self._is_stopping = True
+        for loader in GradientState().dataloader_references:
+            if isinstance(loader, PreparedLoader) and not self._is_trained(loader.origin):
+                # A resumed run continues after the evaluation.
+                loader.leave_out_rest()
+        checkpoints.save_and_exit()
 
-    def _stop(self) -> None:
-        checkpoints = self._checkpoints()
-        name = self._exchange.agreed
-        if checkpoints is not None and name is not None:
-            self._is_stopping = True
-            checkpoints.save_and_exit(name)
-
-    def _end_before_first_step(self) -> None:
+    def _end_before_first_step(self, checkpoints: RunCheckpoints) -> None:
         """End this process, if a signal has come and the other ranks know of it, and there is nothing to save."""
-        exchange = self._exchange
-        name = exchange.received
-        checkpoints = self._checkpoints()
-        if self._has_stepped or name is None or not exchange.is_spread or checkpoints is None:
+        name = self._exchange.received
+        if self._has_stepped or name is None or not self._exchange.is_spread:
             return
         logger.warning(
             f"stop requested ({name}) before the first step: there is nothing to save. "
@@ -817,31 +845,90 @@ class ResumeController:
         )
         raise SystemExit(checkpoints.exit_code(name))
 
+    # -- a deadline
+
+    def _handle(self) -> None:
+        """Act on a signal. The main thread may be anywhere, as in a compilation."""
+        checkpoints = self._checkpoints()
+        if checkpoints is None:
+            return
+        self._end_before_first_step(checkpoints)
+        is_elsewhere = self._is_stopping or self._is_handling or self._exchange.is_busy
+        # Where forwards communicate, a save would communicate in between.
+        if not self._is_urgent or is_elsewhere or checkpoints.is_sharded:
+            return
+        self._is_handling = True
+        # A thread has none of torch's modes that are on here.
+        thread = threading.Thread(target=self._save_in_time, args=(checkpoints,))
+        thread.start()
+        thread.join()
+        self._is_handling = False
+
+    def _save_in_time(self, checkpoints: RunCheckpoints) -> None:
+        """Save and end the process, if the state is whole on all ranks. The main thread waits meanwhile."""
+        position = checkpoints.position()
+        loader = None
+        if position is None:
+            loader = self._batch_loader(checkpoints)
+            if loader is None:
+                return
+            position = [*checkpoints.steps_and_calls(), loader.batches_read]
+        if self._exchange.meet_to_stop(position, self._exchange.seconds_left / 2):
+            self.is_interrupting = True
+            if loader is not None and self._generators is not None:
+                # The batch is read again.
+                GlobalGenerators().load_state_dict(self._generators)
+                loader.return_batch()
+            self._stop(checkpoints)
+
+    def _batch_loader(self, checkpoints: RunCheckpoints) -> PreparedLoader | None:
+        """The loader whose batch the loop has, if the state is that of the step before it; else None."""
+        has_stepped = self.is_in_step or checkpoints.count_steps() != self._steps_at_batch
+        # Of a run that steps in its backwards, none are seen.
+        if has_stepped or not self._steps_of_batch or self._generators is None:
+            return None
+        loaders = [loader for loader in _alive(self._trained) if loader.is_being_read]
+        if self._is_in_batch and len(loaders) == 1 and loaders[0].can_return:
+            return loaders[0]
+        return None
+
     def _end_at_deadline(self) -> None:
         """End this process where its main thread does not in time. This is another thread."""
         while self._watch is not None:
             left = self._exchange.seconds_left
-            checkpoints = self._checkpoints()
             name = self._exchange.received
-            if left <= 0 and checkpoints is not None and name is not None:
-                what = "no step or evaluation has come to a point where all ranks can save"
-                if self._is_stopping:
-                    what = "the save is not complete"
-                logger.warning(
-                    f"stop requested ({name}): the time is over, and {what}. {checkpoints.age_of_newest()}"
-                )
-                sys.stdout.flush()
-                sys.stderr.flush()
-                # The main thread may be in a collective that no other rank comes to.
-                os._exit(checkpoints.exit_code(name))
+            checkpoints = self._checkpoints()
+            if name is not None and checkpoints is not None:
+                if left <= 0:
+                    self._report_end(name, checkpoints)
+                    # The main thread may be in a collective that no other rank comes to.
+                    _exit(checkpoints.exit_code(name))
+                self._is_urgent = left <= _SAFETY * checkpoints.save_seconds + _LEAST
+                if self._is_urgent:
+                    self._watch.notify()
             del checkpoints
             time.sleep(min(max(left, 0.01), _LOOK))
+
+    def _report_end(self, name: str, checkpoints: RunCheckpoints) -> None:
+        what = "the ranks have not come to a point where all can save"
+        if self._is_stopping:
+            what = "the save is not complete"
+        logger.warning(
+            f"stop requested ({name}): the time is over, and {what}. {checkpoints.age_of_newest()}"
+        )
 
     def close(self) -> None:
         """Restore the handlers of the signals."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+
+
+def _exit(code: int) -> NoReturn:
+    """End the process from another thread than the main one."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _alive(references: list[weakref.ref[PreparedLoader]]) -> list[PreparedLoader]:

@@ -149,6 +149,7 @@ class MainLoop(RunLoop):
                 )
             self._controller.record_step()
         self._steps_are_seen = True
+        self._controller.is_in_step = True
         for observer in self.active:
             observer.before_step(optimizer, closure)
         if self._guard is None:
@@ -170,6 +171,7 @@ class MainLoop(RunLoop):
         """Do what the layout does after a step, end the window of items, update averages, exchange signals."""
         for call in self.strategy.after_step:
             call()
+        self._controller.is_in_step = False
         self._items.spent = False
         objects = self._objects()
         if objects is not None:

@@ -68,6 +68,7 @@ class StepExchange:
         agreed: the name of a signal that some rank has received; all ranks know it since the same step.
         is_watching: whether `step` exchanges signals.
         is_uneven: whether the ranks are in a block that they end at different steps.
+        is_busy: whether this rank is in an exchange through the store.
         is_spread: whether the other ranks can know of the signal.
         on_spread: called in another thread when they can.
         deadline: when the run has to have ended, in seconds of `time.monotonic`, once there is a signal.
@@ -80,6 +81,7 @@ class StepExchange:
         self.is_spread: bool = process.num_processes == 1
         self.on_spread: Callable[[], None] | None = None
         self.deadline: float = math.inf
+        self.is_busy: bool = False
         self._world = process.num_processes
         self._interval = interval
         self._reductions: dict[str, Reduce] = {"items": _total, "step": _step, "stop": _time}
@@ -162,10 +164,13 @@ class StepExchange:
         if self.is_spread:
             return
         key = f"agree/{self._stop}"
-        if self.received is not None:
-            left = self.deadline - time.monotonic()
-            store.compare_set(key, "", json.dumps([self.received, left, time.time() + left]))
-        elif store.check([key]):
+        if not store.check([key]):
+            if self.received is not None:
+                left = self.deadline - time.monotonic()
+                store.set(key, json.dumps([self.received, left, time.time() + left]))
+            # The others look meanwhile.
+            return
+        if self.received is None:
             name, left, end = json.loads(store.get(key))
             by_clock = end - time.time()
             if abs(by_clock - left) < _SPREAD:
@@ -173,8 +178,6 @@ class StepExchange:
                 left = by_clock
             self.deadline = time.monotonic() + left
             self.received = name
-        else:
-            return
         self.is_spread = True
         if self.on_spread is not None:
             self.on_spread()
@@ -191,6 +194,13 @@ class StepExchange:
         """
         if self._world == 1:
             return self.is_agreed
+        self.is_busy = True
+        try:
+            return self._meet_at(position, patience)
+        finally:
+            self.is_busy = False
+
+    def _meet_at(self, position: list[int], patience: float) -> bool:
         begin = time.monotonic()
         while True:
             meeting = Round(self._stop)
@@ -304,6 +314,7 @@ class StepExchange:
 
         None if a rank has not come within the limit of an exchange of signals.
         """
+        self.is_busy = True
         meeting = Round(self._name)
         try:
             came, absent = meeting.put([subject, value]), self._absent
@@ -318,6 +329,8 @@ class StepExchange:
             outcome = meeting.outcome()
         except (RuntimeError, ConnectionError) as error:
             raise StoreLostError(str(error)) from error
+        finally:
+            self.is_busy = False
         if outcome.refused is not None:
             raise CommunicationError(outcome.refused)
         if outcome.result is None:
