@@ -70,16 +70,21 @@ def test_stopped_at_random_moments(world, folder, ranks):
             ends.append((round(seconds, 1), place))
             assert seconds < WITHIN + 3, (place, told)
         assert gone(pids)
-        is_complete = (cut / "end.pt").exists() and launcher.returncode == 0
+        is_complete = (cut / "end.pt").exists()
         if begin is not None and not is_complete:
-            result = "saved"
-            if "before the first step" in told:
-                result = "nothing to save"
-            else:
+            result = "ended with nothing to save"
+            if "): saved " in told:
+                result = "saved"
+            elif "stop requested" in told and "before the first step" not in told:
+                result = "not saved"
+            elif "stop requested" not in told:
                 # Rank 0 may be in a collective when another rank ends before the first step.
-                assert "stop requested" in told or place in ("warm-up", "compile"), (place, told)
+                assert place in ("warm-up", "compile"), (place, told)
             counts[f"{place}: {result}"] += 1
-        assert launcher.returncode == expected or is_complete, (place, told)
+        codes = [expected]
+        if is_complete:
+            codes.append(0)
+        assert launcher.returncode in codes, (place, told)
     print(f"\n{world} ranks, seconds to the end {sorted(ends)}: {dict(counts)}")
     assert counts.total() >= SIGNALS * 0.8, counts
     expected, found = (torch.load(run / "end.pt") for run in (whole, cut))
