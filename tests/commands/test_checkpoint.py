@@ -214,6 +214,18 @@ def test_copies_between_folders_and_buckets(project, bucket, tmp_path_factory, c
     assert run("list", f"{bucket}/elsewhere") == 1
 
 
+def test_a_copy_of_many_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr("accelerate.checkpointing.files.BLOCK", 1 << 10)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(100, 37))
+    accelerator.save_state(tmp_path / "one")
+    blocks = read_manifest(tmp_path / "one").files["model.safetensors"].crc32
+    assert len(blocks) > 9
+    assert run("copy", tmp_path / "one", "memory://blocks/one") == 0
+    assert run("copy", "memory://blocks/one", tmp_path / "two") == 0
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+
+
 def test_a_copy_of_damaged_files_is_no_checkpoint(project, capsys):
     weights = project / "checkpoints" / "checkpoint_1" / "model.safetensors"
     content = bytearray(weights.read_bytes())

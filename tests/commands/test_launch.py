@@ -226,3 +226,11 @@ def test_a_bucket_that_cannot_be_saved_to_is_known_before_the_start(
     error = capsys.readouterr().err
     assert end.value.code == 2 and told in error and "s3://bucket/run" in error
     assert SECRET not in error and not (tmp_path / "started").exists()
+
+
+def test_the_project_is_a_variable_of_the_processes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    launch.main(["--cpu", "--dry_run", "--resume", "memory://project/run", "train.py"])
+    assert "ACCELERATE_RESUME=memory://project/run" in capsys.readouterr().out
