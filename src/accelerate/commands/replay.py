@@ -114,4 +114,5 @@ def _print_origin(task: Replay, folder: Path) -> None:
         if note.get("rows"):
             text += f", rows {', '.join(map(str, note['rows'][:20]))} of its batch"
         print(f"step {step}, rank {note['rank']}: {text}")
-        print(f"step {step} read: {'; '.join(task.ranges_of(step))}")
+        if step != task.step:
+            print(f"step {step} read: {'; '.join(task.ranges_of(step))}")
