@@ -534,12 +534,12 @@ def leftovers_of(path: Path) -> list[Path]:
     now = time.time()
     if isinstance(path, BucketPath):
         return [*unfinished(path, now=now)]
-    found = []
+    leftovers = []
     for directory in (path, checkpoints_dir(path)):
         for folder in _hidden(directory, _NUMBERED.pattern, "tmp"):
             if folder.stat().st_mtime < now - _DAY:
-                found.append(folder)
-    return found
+                leftovers.append(folder)
+    return leftovers
 
 
 def unfinished(folder: BucketPath, age: float = _DAY, now: float = 0.0) -> list[BucketPath]:
