@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from s3_server import Request, S3Server
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from accelerate import Accelerator
 from accelerate.checkpointing import (
@@ -19,6 +22,7 @@ from accelerate.checkpointing import (
     PreparedOptimizer,
     RunState,
     Writer,
+    bucket_shards,
     layout,
     load_run,
     save_run,
@@ -291,10 +295,11 @@ def test_a_run_resumes_with_the_newest_whole_checkpoint(bucket: BucketPath) -> N
     directory = bucket / "checkpoints"
     assert [number for number, _ in layout.list_checkpoints(directory)] == [2, 3, 4]
 
-    # A save was killed, and the newest checkpoint has lost a file.
+    # A save was killed, and a byte of the newest checkpoint has changed.
     (directory / "checkpoint_5" / layout.new_token() / "model.safetensors").write_text("half")
-    damaged = layout.read_manifest(directory / "checkpoint_4")
-    (damaged.files_in(directory / "checkpoint_4") / "model.safetensors").unlink()
+    damaged = layout.read_manifest(directory / "checkpoint_4").files_in(directory / "checkpoint_4")
+    weights = damaged / "model.safetensors"
+    weights.bucket.write(weights.key, [weights.read_bytes()[:-1] + b"!"])
     made, model, _ = accelerator(bucket)
     report = made.resume()
     assert report is not None and str(report.folder) == f"{directory}/checkpoint_3"
@@ -316,3 +321,65 @@ def test_a_bucket_that_does_not_exist() -> None:
     with S3Server(), pytest.raises(CheckpointError, match=r"no such bucket") as caught:
         save_run(a_run(), "s3://absent/run/a", process=OneProcess())
     assert "a-secret" not in str(caught.value)
+
+
+def test_a_part_of_a_tensor_is_read_by_its_blocks(
+    bucket: BucketPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved whole, and read as ranks with other shards read it: the blocks that have these rows, once."""
+    monkeypatch.setattr(bucket_shards, "_BLOCK", 1024)
+    tensors = {
+        "rows": torch.arange(4096.0).reshape(64, 64),
+        "scalar": torch.tensor(7.0),
+        "none": torch.empty(0, 3),
+        "halves": torch.arange(24, dtype=torch.bfloat16).reshape(2, 3, 4),
+    }
+    writer = bucket_shards.ShardWriter(bucket)
+    dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
+    reads: list[int] = []
+    read_at = BucketPath.read_at
+
+    def counted(path: BucketPath, offset: int, target: memoryview) -> None:
+        reads.append(len(target))
+        read_at(path, offset, target)
+
+    folder = bucket.with_objects(writer.records)
+    reader = bucket_shards.ShardReader(folder)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    monkeypatch.setattr(BucketPath, "read_at", counted)
+
+    def read(name: str, *slices: slice) -> torch.Tensor:
+        whole = tensors[name]
+        offsets = torch.Size(part.start for part in slices)
+        lengths = torch.Size(part.stop - part.start for part in slices)
+        index = MetadataIndex(name, torch.Size([0] * whole.ndim))
+        zeros = torch.Size([0] * whole.ndim)
+        item = ReadItem(LoadItemType.TENSOR, index, zeros, index, offsets, lengths)
+        target = torch.empty(lengths, dtype=whole.dtype)
+
+        class Planner(dcp.DefaultLoadPlanner):
+            def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+                return target
+
+        reader.read_data(LoadPlan([item]), Planner()).wait()
+        assert torch.equal(target, whole[slices] if slices else whole)
+        return target
+
+    read("rows", slice(20, 24), slice(0, 64))  # 1024 bytes, in two blocks
+    assert reads == [1024, 1024]
+    read("rows", slice(20, 24), slice(16, 48))
+    assert reads == [1024, 1024]
+    read("halves", slice(1, 2), slice(0, 3), slice(1, 3))
+    read("scalar")
+    read("none", slice(0, 0), slice(0, 3))
+
+    # A block that has changed is found when it is read.
+    path = next(folder.glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-2000] ^= 1
+    path.bucket.write(path.key, [content])
+    folder.cache.clear()
+    read("rows", slice(0, 2), slice(0, 64))
+    with pytest.raises(CorruptCheckpoint, match=path.name):
+        read("rows", slice(0, 64), slice(0, 64))

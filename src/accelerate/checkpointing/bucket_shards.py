@@ -89,7 +89,9 @@ class ShardWriter(dcp.StorageWriter):
             results.append(WriteResult(item.index, tensor.nbytes, name))
         if tensors:
             metadata = {_OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0"}
-            content = segments(tensors, metadata)
+            # Every rank reads the counts of steps, which one has written: they are neighbours.
+            by_size = dict(sorted(tensors.items(), key=lambda entry: entry[1].nbytes))
+            content = segments(by_size, metadata)
             self.records[name] = upload(self.folder / name, content, _BLOCK)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
