@@ -234,6 +234,14 @@ def test_a_large_object_survives_faults(server, s3, act, fault):
     assert len(server.uploads) == (act == "begin" and fault.endswith("after"))
 
 
+def test_an_answer_that_is_cut_off_is_asked_for_again(server, s3):
+    for fault in ("cut", "cut cut reset cut"):
+        server.faults = Script(*fault.split())
+        with pytest.raises(FileNotFoundError):
+            s3.get("none", 9)
+        assert not server.faults.names
+
+
 def test_a_lost_upload_is_an_error(server, s3):
     server.faults = lambda request: server.uploads.clear() if request.act == "complete" else None
     s3.write("big", [b"old"])

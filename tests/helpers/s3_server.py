@@ -223,7 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
             fault = self.owner.faults(request) if self.owner.faults else None
             if fault == "cut" and act != "get":
                 fault = "reset"
-            if fault == "409" and act != "put":
+            if fault == "409" and not {"If-Match", "If-None-Match"} & set(self.headers):
                 fault = None
             if fault:
                 self.owner.injected[fault] += 1

@@ -313,7 +313,8 @@ class BucketCheckpoint(PendingCheckpoint):
                 is_written = bucket.create(key, content, is_ours)
             else:
                 is_written = bucket.replace(key, content, claim["version"], is_ours)
-        except BucketUnreachableError as error:
+        except OSError as error:
+            # Also a refusal: a request before it, without an answer, may have written it.
             raise UndecidedError(f"it is not known whether it was: {error}") from error
         if not is_written:
             raise CheckpointError(f"another run has saved into {self.folder} since this save began")

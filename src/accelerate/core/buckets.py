@@ -204,13 +204,21 @@ class Bucket:
         """The content of an object and its version, as `get`."""
         import obstore
 
-        with self._named_errors("read", key):
-            answer = obstore.get(self.store, key)
-            size = answer.meta["size"]
-            if size > limit:
-                text = f"it has {size} bytes; at most {limit} are read"
-                raise OSError(errno.EFBIG, text, f"{self.url}/{key}")
-            return bytes(answer.bytes()), _version(answer.meta)
+        deadline = time.monotonic() + RETRY_SECONDS
+        while True:
+            try:
+                with self._named_errors("read", key):
+                    answer = obstore.get(self.store, key)
+                    size = answer.meta["size"]
+                    if size > limit:
+                        text = f"it has {size} bytes; at most {limit} are read"
+                        raise OSError(errno.EFBIG, text, f"{self.url}/{key}")
+                    return bytes(answer.bytes()), _version(answer.meta)
+            except BucketUnreachableError as error:
+                # obstore retries everything but this: "not found", cut off within its text.
+                if "body error" not in str(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.1)
 
     def read(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
         """Fill writable memory with the bytes of an object from an offset on, in parallel requests.
