@@ -242,6 +242,14 @@ def test_an_answer_that_is_cut_off_is_asked_for_again(server, s3):
         assert not server.faults.names
 
 
+@pytest.mark.parametrize("fault", ["500", "reset", "reset-after", "500-after reset 503"])
+def test_deletions_are_repeated(server, s3, fault):
+    s3.write("x", [b"1"])
+    server.faults = Script(*fault.split(), act="delete_many")
+    s3.delete(["x"])
+    assert server.keys() == [] and not server.faults.names
+
+
 def test_a_lost_upload_is_an_error(server, s3):
     server.faults = lambda request: server.uploads.clear() if request.act == "complete" else None
     s3.write("big", [b"old"])

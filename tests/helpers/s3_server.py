@@ -223,7 +223,8 @@ class _Handler(BaseHTTPRequestHandler):
             fault = self.owner.faults(request) if self.owner.faults else None
             if fault == "cut" and act != "get":
                 fault = "reset"
-            if fault == "409" and not {"If-Match", "If-None-Match"} & set(self.headers):
+            conditions = (self.headers.get("If-Match"), self.headers.get("If-None-Match"))
+            if fault == "409" and not any(conditions):
                 fault = None
             if fault:
                 self.owner.injected[fault] += 1

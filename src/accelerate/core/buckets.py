@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import env
 from .errors import BucketAccessError, BucketUnreachableError, ConfigurationError
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     Version = dict[
         str, Any
     ]  # entity tag, and the number of the version where the store counts them
+
+T = TypeVar("T")
 
 # Scheme -> what the store needs to be told.
 SCHEMES = {
@@ -204,21 +206,17 @@ class Bucket:
         """The content of an object and its version, as `get`."""
         import obstore
 
-        deadline = time.monotonic() + RETRY_SECONDS
-        while True:
-            try:
-                with self._named_errors("read", key):
-                    answer = obstore.get(self.store, key)
-                    size = answer.meta["size"]
-                    if size > limit:
-                        text = f"it has {size} bytes; at most {limit} are read"
-                        raise OSError(errno.EFBIG, text, f"{self.url}/{key}")
-                    return bytes(answer.bytes()), _version(answer.meta)
-            except BucketUnreachableError as error:
-                # obstore retries everything but this: "not found", cut off within its text.
-                if "body error" not in str(error) or time.monotonic() > deadline:
-                    raise
-            time.sleep(0.1)
+        def request() -> tuple[bytes, Version]:
+            with self._named_errors("read", key):
+                answer = obstore.get(self.store, key)
+                size = answer.meta["size"]
+                if size > limit:
+                    text = f"it has {size} bytes; at most {limit} are read"
+                    raise OSError(errno.EFBIG, text, f"{self.url}/{key}")
+                return bytes(answer.bytes()), _version(answer.meta)
+
+        # obstore retries everything but "not found" that is cut off within its text.
+        return _repeated(request, "body error")
 
     def read(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
         """Fill writable memory with the bytes of an object from an offset on, in parallel requests.
@@ -379,9 +377,14 @@ class Bucket:
         import obstore
 
         names = list(keys)
-        try:
+
+        def request() -> None:
             with self._named_errors("delete", names[0] if names else ""):
                 obstore.delete(self.store, names)
+
+        try:
+            # obstore sends no POST again.
+            _repeated(request, "")
         except FileNotFoundError:
             # GCS and Azure stop at a missing object.
             for name in names:
@@ -477,6 +480,20 @@ def _credentials_of_boto3() -> Any:
         return Boto3CredentialProvider()
     except ValueError:
         raise ValueError("there are no credentials") from None
+
+
+def _repeated(request: Callable[[], T], reason: str) -> T:
+    """What a request returns that may be sent again, and is for a while when it fails for this reason (a pattern)."""
+    deadline = time.monotonic() + RETRY_SECONDS
+    delay = 0.1
+    while True:
+        try:
+            return request()
+        except BucketUnreachableError as error:
+            if time.monotonic() > deadline or not re.search(reason, str(error)):
+                raise
+        time.sleep(delay)
+        delay = min(2 * delay, _LONGEST_DELAY)
 
 
 def _joined(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview | bytearray]:
