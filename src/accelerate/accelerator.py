@@ -310,7 +310,7 @@ class Accelerator(RunInterface):
             self._loop.add(profile)
         self._out_of_memory = OutOfMemory(self._objects, self._recorder)
         if project.automatic_checkpoint_naming or resume is not None:
-            self._checkpoints.check_bucket()
+            self._checkpoints.saves_in_project = True
         if resume is not None:
             if resume != "auto":
                 raise ConfigurationError(
@@ -662,6 +662,7 @@ class Accelerator(RunInterface):
 
     def _observe(self, optimizer: AcceleratedOptimizer) -> None:
         self._objects.optimizers.append(optimizer)
+        self._checkpoints.check_bucket()
         optimizer.loop = self._loop
         for observer in self._loop.active:
             observer.after_prepare(optimizer)

@@ -323,6 +323,29 @@ def test_a_bucket_that_does_not_exist() -> None:
     assert "a-secret" not in str(caught.value)
 
 
+def test_a_bucket_that_may_only_be_read() -> None:
+    """A program that loads is not refused; one that trains is, when its optimizer is prepared."""
+    with S3Server() as server:
+        project = ProjectConfiguration("s3://bucket/run", automatic_checkpoint_naming=True)
+        trained = torch.nn.Linear(2, 2)
+        made = Accelerator(cpu=True, project_config=project)
+        made.prepare(trained)
+        made.save_state()
+        made.end_training()
+        server.faults = lambda request: "403" if request.method in ("PUT", "DELETE") else None
+        made = Accelerator(
+            cpu=True,
+            project_config=ProjectConfiguration(
+                "s3://bucket/run", automatic_checkpoint_naming=True
+            ),
+        )
+        model = made.prepare(torch.nn.Linear(2, 2))
+        made.load_state(models_only=True)
+        assert torch.equal(model.weight, trained.weight)
+        with pytest.raises(CheckpointError, match=r"cannot write s3://bucket/run.*AccessDenied"):
+            made.prepare(torch.optim.SGD(model.parameters()))
+
+
 def test_a_part_of_a_tensor_is_read_by_its_blocks(
     bucket: BucketPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:

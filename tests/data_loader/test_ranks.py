@@ -267,6 +267,30 @@ def test_positions_go_on_with_any_number_of_shards(ranks, nproc):
 
 
 @everywhere
+def test_a_position_of_one_process_goes_on_in_a_run():
+    """Its sampler had no generator of its own, as those of several processes have."""
+
+    def shuffled(**options):
+        loader = DataLoader(Ids(24), batch_size=2, shuffle=True)
+        return prepare_data_loader(loader, rng_types=["generator"], **options)
+
+    seed(3)
+    alone = shuffled(num_processes=1, process_index=0)
+    first = [ids(batch) for _, batch in zip(range(6), alone, strict=False)]
+    position = alone.state_dict()
+    seed(7 + my_rank())
+    loader = shuffled()
+    loader.load_state_dict(position)
+    passes = []
+    for _ in range(2):
+        parts = [ids(batch)[: loader.batch_counts[my_rank()]] for batch in loader]
+        passes.append(all_ranks(parts))
+    rest, following = ([sum(parts, []) for parts in epoch] for epoch in passes)  # noqa: RUF017
+    assert sorted(sum(first + rest, [])) == list(range(24))  # noqa: RUF017
+    assert sorted(sum(following, [])) == list(range(24))  # noqa: RUF017
+
+
+@everywhere
 def test_a_seed_that_differs_is_agreed_on():
     torch.manual_seed(50 + my_rank())
     loader = prepare_data_loader(

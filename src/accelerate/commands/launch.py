@@ -215,14 +215,17 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
 
 
 def _check_project(location: str) -> None:
-    """Exit if this machine cannot save in a place in a bucket. A local folder is made by the run."""
+    """Exit if a place in a bucket cannot be listed. A local folder is made by the run.
+
+    A program that only loads needs no right to write: one that trains finds out in `prepare`.
+    """
     # Slower to import than all else that a launch needs.
     from ..core.buckets import Bucket, is_bucket
 
     if is_bucket(location):
         bucket, folder = Bucket.of(location)
         with exit_on(CheckpointError):
-            bucket.check_access(folder)
+            bucket.children(folder)
 
 
 def show_misplaced(program: Program) -> None:

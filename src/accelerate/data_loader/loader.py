@@ -131,11 +131,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
         LoaderOptions.__init__(self, **options)
         if self.device is not None:
             self.device = torch.device(self.device)
-        # Without a generator to synchronize, the ranks share the states that the order is drawn from.
-        if self.rng_types is not None and self.synchronized_generator is None:
-            self.rng_types = [
-                kind for kind in self.rng_types if getattr(kind, "value", kind) != "generator"
-            ]
         self._source = self._open_source()
         self._feed = feed_for(self.device, self._non_blocking)
         # The present pass (or the last one, if it was not complete), and its position.
@@ -192,8 +187,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
             self.iteration = resumed.epoch
             start = resumed.stream
             states = resumed.order
-        if self.rng_types:
-            synchronize_rng_states(self.rng_types, self.synchronized_generator)
+        self.share_generators(self.rng_types)
         self._inform(self.iteration, overrule=False)
         self._leave_pass()
         order = self._new_order(states)
@@ -205,6 +199,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
         if self._feed is not None:
             steps = self._feed.ahead(steps)
         return self._pass(steps, plan, start)
+
+    def share_generators(self, kinds: list[Any] | None) -> None:
+        """Copy rank 0's states of these kinds of generators to every rank."""
+        kinds = kinds or []
+        # Without a generator to synchronize, the ranks share the states that the order is drawn from. A position of
+        # another number of shards may take it away.
+        if self.synchronized_generator is None:
+            kinds = [kind for kind in kinds if getattr(kind, "value", kind) != "generator"]
+        synchronize_rng_states(kinds, self.synchronized_generator)
 
     @property
     def first_batch(self) -> int:

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..collectives.rng import synchronize_rng_states
-
 if TYPE_CHECKING:
 
     class MpDeviceLoader:
@@ -39,8 +37,7 @@ class MpDeviceLoaderWrapper(MpDeviceLoader):
         self.dataloader = dataloader
 
     def __iter__(self) -> Iterator[Any]:
-        if self._rng_types:
-            synchronize_rng_states(self._rng_types, self.dataloader.synchronized_generator)
+        self.dataloader.share_generators(self._rng_types)
         return super().__iter__()
 
     def __getattr__(self, name: str) -> Any:

@@ -102,6 +102,8 @@ class RunCheckpoints:
         self.loop: RunLoop = RunLoop()
         # The user's own `get_state_dict`, if there is one. `Accelerator` sets it.
         self.replaced_state_dict: Callable[[], StateOf | None] = lambda: None
+        # Whether checkpoints are in the project, with automatic names. `Accelerator` sets it.
+        self.saves_in_project: bool = False
         # of a run that a signal has stopped; None: 128 plus its number
         self._exit_code: int | None = None
         # The last save or load that is complete: the folder, and the step. And the seconds of the last save.
@@ -322,8 +324,14 @@ class RunCheckpoints:
     # -- resume and stop
 
     def check_bucket(self) -> None:
-        """Find out whether this machine can save in the bucket of the project: the first save may be hours away."""
-        if self.state.is_local_main_process and is_bucket(self.project.project_dir):
+        """Find out whether this machine can save in the bucket of the project: the first save may be hours away.
+
+        A run that only loads has no optimizer, and perhaps no right to write.
+        """
+        is_first = self.saves_in_project and len(self.objects.optimizers) == 1
+        if not is_first or not self.state.is_local_main_process:
+            return
+        if is_bucket(self.project.project_dir):
             bucket, folder = Bucket.of(str(self.project.project_dir))
             bucket.check_access(folder)
 
