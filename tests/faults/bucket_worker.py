@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.utils import ProjectConfiguration, set_seed
+from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration, set_seed
 
 
 class Steps:
@@ -52,6 +52,8 @@ def main(project, folder, total, layout):
         cpu=True,
         gradient_accumulation_steps=2,
         fsdp_plugin=plugin,
+        # DDP would sum the gradients of 4 ranks in another order in the first step after each start.
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)],
         project_config=ProjectConfiguration(
             project, automatic_checkpoint_naming=True, total_limit=3
         ),

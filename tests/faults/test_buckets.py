@@ -27,6 +27,7 @@ from accelerate.core.files import location
 pytest.importorskip("obstore")
 
 WORKER = Path(__file__).parent / "bucket_worker.py"
+PAIR = Path(__file__).parent / "writer_worker.py"
 LIMIT = 300.0
 MANY = 1_000_000
 PROJECT = "s3://bucket/run"
@@ -176,3 +177,31 @@ def test_faults_of_the_store(folder, server, count, layout):
     keys = server.keys()
     folders = {key.split("/")[2] for key in keys}
     assert len(folders) == 3
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(600)
+def test_of_two_writers_at_most_one_wins(folder, server):
+    """Two runs save into one folder at the same time, with faults: as many win as manifests have been written."""
+    server.faults = RandomFaults(7, 0.2, [*TRANSIENT, "409"])
+    written = []
+    server.on_put = lambda key, data: written.append(key) if key.endswith(MANIFEST) else None
+    rounds = 5 * KILLS
+    writers = []
+    for number in range(2):
+        with open(folder / f"{number}.out", "w") as out, open(folder / f"{number}.err", "w") as err:
+            variables = rank_environment(0, 1, None, None)
+            writers.append(
+                Script(PAIR, "s3://bucket/two", rounds, env=variables, stdout=out, stderr=err)
+            )
+    for number, writer in enumerate(writers):
+        assert writer.wait(LIMIT) == 0, (folder / f"{number}.err").read_text()
+    won = [(folder / f"{number}.out").read_text().split().count("won") for number in range(2)]
+    lost = [(folder / f"{number}.out").read_text().split().count("lost") for number in range(2)]
+    assert sum(won) + sum(lost) == 2 * rounds
+    # One whose answer was lost may have been replaced, by a later save, when its writer looks.
+    assert sum(won) <= len(written) <= sum(won) + 3
+    assert sum(lost) and all(won)
+    server.faults = None
+    verify(location("s3://bucket/two", "folder"))
+    print(f"won {won}, lost {lost}, {server.injected}")

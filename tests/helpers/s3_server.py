@@ -132,6 +132,7 @@ class S3Server:
         self.uploads: dict[str, Upload] = {}
         self.requests: list[Request] = []
         self.injected: collections.Counter[str] = collections.Counter()
+        self.on_put: Callable[[str, bytes], None] = lambda key, data: None
         self.lock = threading.RLock()
         self.numbers = itertools.count(1)
         self._server = _Server(("127.0.0.1", 0), _Handler)
@@ -314,6 +315,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _store(self, data: bytes, etag: str) -> str:
         self.owner.objects[self.bucket, self.key] = Stored(data, etag, time.time())
+        self.owner.on_put(self.key, data)
         return etag
 
     def _put(self) -> tuple[int, bytes, dict[str, str]]:
