@@ -30,7 +30,7 @@ from accelerate.checkpointing import (
 from accelerate.checkpointing.files import BlockIO, read_tensors, segments
 from accelerate.checkpointing.layout import MANIFEST, CorruptCheckpoint, Manifest
 from accelerate.core.bucket_path import BucketPath
-from accelerate.core.errors import CheckpointError, ConfigurationError
+from accelerate.core.errors import CheckpointError, ConfigurationError, MissingCheckpointError
 from accelerate.core.files import location, user_path
 from accelerate.runtime.agreement import OneProcess
 from accelerate.utils import ProjectConfiguration
@@ -342,6 +342,10 @@ def test_a_bucket_that_may_only_be_read() -> None:
         model = made.prepare(torch.nn.Linear(2, 2))
         made.load_state(models_only=True)
         assert torch.equal(model.weight, trained.weight)
+        with pytest.raises(MissingCheckpointError, match=r"checkpoint at s3://bucket/run$"):
+            made.load_state("s3://bucket/run")
+        with pytest.raises(CheckpointError, match=r"no such bucket"):
+            made.load_state("s3://absent/run")
         with pytest.raises(CheckpointError, match=r"cannot write s3://bucket/run.*AccessDenied"):
             made.prepare(torch.optim.SGD(model.parameters()))
 

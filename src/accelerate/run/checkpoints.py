@@ -225,7 +225,12 @@ class RunCheckpoints:
             else:
                 folder = location(input_dir, "load_state")
                 if not is_taken(folder) and not can_restore(folder):
-                    raise MissingCheckpointError(f"load_state: there is no folder {folder}")
+                    what = "folder"
+                    if isinstance(folder, BucketPath):
+                        what = "complete checkpoint at"
+                        # An error if there is no such bucket.
+                        folder.bucket.children(folder.key)
+                    raise MissingCheckpointError(f"load_state: there is no {what} {folder}")
                 report = load_run(run, folder, process=PartialState(), **options)
         self._leave_ended_epochs(report)
         self._apply(report, "loaded", begin)
