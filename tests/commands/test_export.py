@@ -115,6 +115,9 @@ def test_checkpoints_in_a_bucket(options, tmp_path, capsys):
     with pytest.raises(SystemExit):
         export(tmp_path / "one", f"{place}/out")
     assert f"{place}/out" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        export(f"{place}/three", tmp_path / "out")
+    assert f"{place}/three has no" in capsys.readouterr().err
 
 
 def test_a_configuration_from_elsewhere(tmp_path, capsys):

@@ -101,7 +101,8 @@ def local_models(path: Path, beside: Path) -> Iterator[Path]:
         yield path
         return
     checkpoint, inner = path, ""
-    if not (path / MANIFEST).exists():
+    # Where neither has one, the error is about the place that was given.
+    if not (path / MANIFEST).exists() and (path.parent / MANIFEST).exists():
         checkpoint, inner = path.parent, path.name
     manifest = read_manifest(checkpoint)
     kinds = (SAFE_MODEL_NAME, MODEL_NAME, "adapter")
