@@ -44,10 +44,9 @@ class Clean:
 
 CASES = [
     Clean("digits", (EXAMPLES / "train_digits.py",), (*DATA_PARALLEL, HSDP), "sklearn"),
-    Clean("digits_bf16", (EXAMPLES / "train_digits.py",), DATA_PARALLEL, "sklearn", BF16),
     Clean("gpt", (EXAMPLES / "train_gpt.py", "--resume"), (*DATA_PARALLEL, HSDP), "rich"),
-    Clean("gpt_bf16", (EXAMPLES / "train_gpt.py",), DATA_PARALLEL, "rich", BF16),
-    Clean("gpt_compiled", (EXAMPLES / "train_gpt.py",), DATA_PARALLEL, "rich", COMPILED),
+    Clean("gpt_bf16", (EXAMPLES / "train_gpt.py", "--resume"), DATA_PARALLEL, "rich", BF16),
+    Clean("gpt_compiled", (EXAMPLES / "train_gpt.py", "--resume"), DATA_PARALLEL, "rich", COMPILED),
     Clean("average", (EXAMPLES / "features/ema.py",), DATA_PARALLEL, "sklearn"),
     Clean("weighted_tokens", (EXAMPLES / "features/gradient_weights.py",), (*DATA_PARALLEL, HSDP)),
     Clean("adapters", (EXAMPLES / "features/lora.py",), DATA_PARALLEL, "sklearn"),
@@ -57,7 +56,6 @@ CASES = [
     Clean("folds", (EXAMPLES / "features/cross_validation.py",), DATA_PARALLEL, "sklearn"),
     Clean("resume", (EXAMPLES / "features/resume.py",), DATA_PARALLEL, "sklearn"),
     Clean("gan", (EXAMPLES / "recipes/gan.py",), DATA_PARALLEL, "sklearn"),
-    Clean("token_metrics", (EXAMPLES / "recipes/token_metrics.py",), DATA_PARALLEL),
     Clean("cluster", (EXAMPLES / "clusters/train.py",)),
     Clean("peft", (EXAMPLES / "recipes/finetune_lora.py", "--steps", "6"), ("ddp:2",), "peft"),
     Clean("diffusers", (EXAMPLES / "recipes/diffusion.py",), ("ddp:2",), "diffusers"),
