@@ -317,10 +317,15 @@ def test_a_run_resumes_with_the_newest_whole_checkpoint(bucket: BucketPath) -> N
         made.save_state()
 
 
-def test_a_bucket_that_does_not_exist() -> None:
-    with S3Server(), pytest.raises(CheckpointError, match=r"no such bucket") as caught:
-        save_run(a_run(), "s3://absent/run/a", process=OneProcess())
-    assert "a-secret" not in str(caught.value)
+def test_places_that_nothing_is_saved_in(caplog: pytest.LogCaptureFixture) -> None:
+    with S3Server() as server:
+        with pytest.raises(CheckpointError, match=r"no such bucket") as caught:
+            save_run(a_run(), "s3://absent/run/a", process=OneProcess())
+        assert "a-secret" not in str(caught.value)
+        assert caplog.messages == []
+        with pytest.raises(CheckpointError, match=r"s3://bucket is an entire bucket"):
+            save_run(a_run(), "s3://bucket", process=OneProcess())
+        assert server.keys() == []
 
 
 def test_a_bucket_that_may_only_be_read() -> None:

@@ -354,6 +354,18 @@ def test_a_store_that_cannot_be_reached(server, short_retries, monkeypatch):
             check_errors([acts[0], acts[4]], BucketUnreachableError, "s3://bucket/x", fact)
 
 
+def test_a_store_that_does_not_answer(server, short_retries, monkeypatch, caplog):
+    client = {**buckets._CLIENT, "timeout": "2s", "read_timeout": "1s"}
+    monkeypatch.setattr(buckets, "_CLIENT", client)
+    monkeypatch.setattr(buckets, "_PATIENCE", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        bucket, _ = Bucket.of("s3://bucket")
+        acts = [lambda: bucket.children("x")]
+        check_errors(acts, BucketUnreachableError, "list s3://bucket/x", "no answer in time")
+    assert "list s3://bucket/x" in caplog.messages[0]
+
+
 def test_without_credentials(server, short_retries, monkeypatch, tmp_path):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")

@@ -15,7 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from ..core.bucket_path import BucketPath
-from ..core.errors import BucketUnreachableError, CheckpointError, ConfigurationError
+from ..core.errors import (
+    BucketAccessError,
+    BucketUnreachableError,
+    CheckpointError,
+    ConfigurationError,
+)
 from ..core.files import follow_links
 from ..core.json_text import JSONObject
 from ..runtime.agreement import Process
@@ -275,6 +280,10 @@ class BucketCheckpoint(PendingCheckpoint):
 
     def open(self) -> None:
         """On rank 0: name the folder of the files, and look which checkpoint is there."""
+        if self.manifest.key == MANIFEST:
+            raise ConfigurationError(
+                f"{self.folder} is an entire bucket: give a folder in it, such as {self.folder / 'checkpoint'}"
+            )
         if self.process.process_index == 0:
             self._version = self.manifest.bucket.version(self.manifest.key)
             self.temporary_name = new_token()
@@ -341,7 +350,7 @@ class BucketCheckpoint(PendingCheckpoint):
     def discard(self, is_undecided: bool = False) -> None:
         """Delete what was written, unless it may be a checkpoint: then it stays, and is removed after a day."""
         self.close()
-        is_reachable = not isinstance(self.error, BucketUnreachableError)
+        is_reachable = not isinstance(self.error, BucketUnreachableError | BucketAccessError)
         if self.is_home and self.temporary_name and is_reachable and not is_undecided:
             try:
                 assert isinstance(self.temporary, BucketPath)

@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import errno
 import itertools
+import logging
 import os
 import re
 import threading
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     Version = dict[
         str, Any
     ]  # entity tag, and the number of the version where the store counts them
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -51,6 +54,8 @@ _SMALL = 1 << 20
 RETRY_SECONDS = 180.0
 _MOST_RETRIES = 10
 _LONGEST_DELAY = 15.0
+# After so many seconds a request that has no answer yet is logged.
+_PATIENCE = 15.0
 _CLIENT = {
     # http is used only where the user's endpoint says so.
     "allow_http": True,
@@ -275,7 +280,7 @@ class Bucket:
         with contextlib.suppress(BucketAccessError):
             before = self.version(key)
         try:
-            with self._named_errors("write", key):
+            with self._named_errors("write", key, is_long=True):
                 obstore.put(
                     self.store,
                     key,
@@ -358,10 +363,14 @@ class Bucket:
         """All objects in a folder and the folders below, in no order; an empty prefix is the whole bucket."""
         import obstore
 
-        with self._named_errors("list", prefix):
-            for batch in obstore.list(self.store, prefix or None, chunk_size=1000):
-                for row in batch:
-                    yield _entry(row)
+        batches = iter(obstore.list(self.store, prefix or None, chunk_size=1000))
+        while True:
+            with self._named_errors("list", prefix):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            for row in batch:
+                yield _entry(row)
 
     def children(self, prefix: str) -> tuple[list[str], list[Entry]]:
         """The names of the folders directly in a folder, and its objects."""
@@ -400,8 +409,13 @@ class Bucket:
         self.delete([key])
 
     @contextlib.contextmanager
-    def _named_errors(self, act: str, key: str, *expected: type[Exception]) -> Iterator[None]:
-        """A block of one request, whose errors become ours, except for those that are expected."""
+    def _named_errors(
+        self, act: str, key: str, *expected: type[Exception], is_long: bool = False
+    ) -> Iterator[None]:
+        """A block of one request, whose errors become ours, except for those that are expected.
+
+        A request that waits is logged, unless it `is_long`: many parts that may take as long as they need.
+        """
         from obstore.exceptions import BaseError
 
         if os.getpid() != _process:
@@ -409,6 +423,10 @@ class Bucket:
                 f"cannot {act} {self.url}/{key} in a process that was forked from one that has used a bucket: start "
                 "it by `spawn`, or use buckets in its children only"
             )
+        waiting = threading.Timer(_PATIENCE, self._log_wait, (act, key))
+        waiting.daemon = True
+        if not is_long:
+            waiting.start()
         try:
             yield
         except expected:
@@ -424,6 +442,18 @@ class Bucket:
                 raise _too_short(f"{self.url}/{key}") from None
             # The text of the store may have the signature of a request, so it is no cause.
             raise self._error(act, key, str(error)) from None
+        finally:
+            waiting.cancel()
+
+    def _log_wait(self, act: str, key: str) -> None:
+        logger.warning(
+            "no answer for %.0f s to the request to %s %s/%s. It is repeated for up to %.0f s",
+            _PATIENCE,
+            act,
+            self.url,
+            key,
+            RETRY_SECONDS,
+        )
 
     def _error(self, act: str, key: str, text: str) -> OSError:
         scheme = self.url.partition(":")[0]
@@ -543,6 +573,7 @@ def _reason(text: str) -> str:
     line = text.partition("\n\nDebug source")[0]
     code = re.search(r"<Code>(\w+)</Code>", line)
     network = re.search(r'message: "([^"]*)"', text)
+    is_silent = re.search(r"\bkind: Timeout\b", text)
     status = re.search(r"status code: (\d+ [A-Za-z ]+)", line)
     if code is not None:
         return code[1]
@@ -550,6 +581,8 @@ def _reason(text: str) -> str:
         return status[1].strip()
     if network is not None:
         return network[1]
+    if is_silent is not None:
+        return "no answer in time"
     line = re.sub(r"\?\S*", "?...", " ".join(line.split()))
     for prefix in _VARIABLES:
         for name, value in env.all_with_prefix(prefix).items():

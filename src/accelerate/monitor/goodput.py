@@ -26,7 +26,7 @@ BADPUT = {
     "evaluation": "evaluation",
     "waiting": "waiting for other ranks",
     "repeated": "steps that were lost and made again",
-    "restart": "the time from a failure to the restart",
+    "restart": "the time from the end of a process to the next start",
     "other": "what is not known",
 }
 # What the event at the end of something adds to.
