@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens when a run goes wrong: a save that is killed, a killed rank, a rank that does not come, a wrong call.
 
+And where a save into a bucket goes; the bucket is one of the test server.
+
     python benchmarks/failures.py --peer PYTHON
 
 Each program below runs with this package and with the peer. On CPUs the peer's launcher starts one process, so
@@ -16,6 +18,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests/helpers"))
+from s3_server import S3Server
 
 BEGIN = "import os, signal, torch\nfrom accelerate import Accelerator\naccelerator = Accelerator(cpu=True)\n"
 SAVE = """
@@ -42,6 +47,13 @@ accelerator.load_state("checkpoint")
 moments = [optimizer.state[parameter]["exp_avg"] for parameter in model.parameters()]
 weights = {{parameter[0, 0].item() for parameter in model.parameters()}}
 print("loaded weights", weights, "and moments", {{moment[0, 0].item() for moment in moments}})
+""",
+    "bucket.py": BEGIN
+    + """
+accelerator.prepare(torch.nn.Linear(2, 2))
+accelerator.save_state("s3://bucket/run")
+folders = [name for name in os.listdir() if name.startswith("s3:")]
+print("saved; local folders:", folders or "none")
 """,
     "processes.py": BEGIN
     + 'print("rank", accelerator.process_index, "of", accelerator.num_processes)\n',
@@ -160,6 +172,9 @@ def main() -> None:
             print(f"## {package}\n\n### a save over a checkpoint is killed\n")
             for seconds in (0.2, 0.35, 0.5, 0.65, 0.8):
                 kill_a_save(python, folder, seconds)
+            with S3Server() as server:
+                show('save_state("s3://bucket/run")', [python, "bucket.py"], folder, 60)
+                print(f"\n    objects in the bucket: {len(server.keys())}")
             show("launch --num_processes 2", [*launch, "processes.py"], folder, 60)
             for name, limit in TWO_RANKS.items():
                 show(name, [*(launch if package == "ours" else torchrun), name], folder, limit)

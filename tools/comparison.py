@@ -62,6 +62,11 @@ SITUATIONS = (
         "after 50 s (`--hang_report`): the function and line of each rank, and who computes",
     ),
     (
+        '`save_state("s3://bucket/run")`',
+        "a local folder named `s3:`, without a message",
+        "a checkpoint in the bucket, complete or absent (S3, GCS, Azure)",
+    ),
+    (
         "one rank calls `gather`, the other `reduce`",
         "silence until torch's timeout, with `ACCELERATE_DEBUG_MODE=1` too",
         "at once, on every rank (gloo): an error with both calls and their lines",
@@ -70,7 +75,7 @@ SITUATIONS = (
 # Where a reader of the README finds more.
 MORE = (
     "`make bench` measures them again. [All figures](docs/comparison.md), and "
-    "[what each failure prints](benchmarks/results/2026-11-25-failures.md)."
+    "[what each failure prints](benchmarks/results/2026-11-28-failures.md)."
 )
 # Rows in which the peer is faster: how the README describes them, and why.
 SLOWER = {
@@ -343,7 +348,7 @@ def write() -> dict[Path, str]:
         "*Plain PyTorch* is the same work without this package. The *peer* is Hugging Face's accelerate 1.15.0. Each",
         "package takes turns with plain PyTorch in one process, so compare ratios, not times. The newest run did not",
         "measure the rows with a date. `python benchmarks/failures.py` shows what happens when a process is killed,",
-        "hangs or makes another call than the others ([output](../benchmarks/results/2026-11-25-failures.md)).",
+        "hangs or makes another call than the others ([output](../benchmarks/results/2026-11-28-failures.md)).",
         "Figures of a GPU are in a page of their own ([one H100](../benchmarks/results/2026-11-26-h100.md)).",
         "",
         "## Time relative to plain PyTorch",

@@ -2,6 +2,7 @@
 """What a recorded run has written, in each layout, against plain PyTorch in float64 on one process."""
 
 import json
+import os
 import weakref
 
 import pytest
@@ -41,9 +42,7 @@ def fresh(layout, folder, monkeypatch, plugin=None, **options):
     reset_states()
     folder.mkdir(exist_ok=True)
     settings = {"steps": 3, "exits": False, **options.pop("settings", {})}
-    path = (
-        folder / f"settings-{torch.distributed.is_initialized() and torch.distributed.get_rank()}"
-    )
+    path = folder / f"settings-{os.getpid()}"
     Settings(str(folder), **settings).write(path)
     monkeypatch.setenv(VARIABLE, str(path))
     if layout in SIZES:

@@ -81,6 +81,12 @@ def project(**options):
     return ProjectConfiguration("s3://bucket/run", automatic_checkpoint_naming=True, **options)
 
 
+def prepare_a_run():
+    accelerator = Accelerator(cpu=True, project_config=project())
+    model = torch.nn.Linear(2, 2)
+    accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 @pytest.mark.parametrize(
     "faults, told",
     [
@@ -93,16 +99,16 @@ def project(**options):
 )
 def test_a_run_that_could_not_save_ends_at_its_start(faults, told):
     with S3Server(faults=faults), pytest.raises(BucketAccessError, match=told) as caught:
-        Accelerator(cpu=True, project_config=project())
+        prepare_a_run()
     assert "s3://bucket/run" in str(caught.value) and SECRET not in str(caught.value)
 
 
 def test_a_bucket_that_does_not_exist_and_a_library_that_is_missing(monkeypatch):
     with S3Server(buckets=[]), pytest.raises(BucketAccessError, match="NoSuchBucket"):
-        Accelerator(cpu=True, project_config=project())
+        prepare_a_run()
     monkeypatch.setattr(buckets, "is_available", lambda name: name != "obstore")
     with pytest.raises(ConfigurationError, match=r"accelerate\[buckets\]"):
-        Accelerator(cpu=True, project_config=project())
+        prepare_a_run()
 
 
 def test_a_run_that_only_reads_needs_no_right_to_write():

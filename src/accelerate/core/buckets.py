@@ -7,7 +7,6 @@ A key is written as a whole or not at all. Nothing is renamed. What decides betw
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import errno
 import itertools
@@ -19,7 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from . import env
 from .errors import BucketAccessError, BucketUnreachableError, ConfigurationError
@@ -65,10 +64,16 @@ _CLIENT = {
     "read_timeout": "60s",
 }
 
+_NO_BUCKET = "NoSuchBucket|ContainerNotFound|bucket does not exist|InvalidBucketName"
 # What an answer says -> what it means, and what to do.
 _REFUSALS = (
     (
-        "NoSuchBucket|ContainerNotFound|bucket does not exist|InvalidBucketName",
+        "MissingAccount|169.254.169.254|metadata.google|CredentialProvider|Failed to get credentials",
+        "there are no credentials",
+        "Set {variables}",
+    ),
+    (
+        _NO_BUCKET,
         "there is no such bucket",
         "Create it, or correct its name, the endpoint or the region",
     ),
@@ -87,11 +92,6 @@ _REFUSALS = (
         "AccessDenied|PermissionDenied|403 Forbidden|lacked the necessary privileges",
         "these credentials have no right to do that",
         "Grant it, or use other credentials ({variables})",
-    ),
-    (
-        "MissingAccount|169.254.169.254|metadata.google|CredentialProvider|Failed to get credentials",
-        "there are no credentials",
-        "Set {variables}",
     ),
     (
         "redirect",
@@ -142,8 +142,7 @@ def is_bucket(location: Any) -> bool:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """An object: its key, its size in bytes, and when it was written (seconds since the epoch)."""
 
     key: str
@@ -432,7 +431,7 @@ class Bucket:
         except expected:
             raise
         except FileNotFoundError as error:
-            if re.search(_REFUSALS[0][0], _without_key(str(error), key)):
+            if re.search(_NO_BUCKET, _without_key(str(error), key)):
                 raise self._error(act, key, str(error)) from None
             raise FileNotFoundError(
                 errno.ENOENT, os.strerror(errno.ENOENT), f"{self.url}/{key}"
@@ -562,7 +561,8 @@ def _entry(meta: Any) -> Entry:
 
 def _without_key(text: str, key: str) -> str:
     """The text of an error without the words of the key, which say nothing about what has happened."""
-    text = re.sub(r"https?://\S+", "", text)
+    # A request to the service that has the credentials of a machine says that there are no others.
+    text = re.sub(r"https?://(?!169\.254\.169\.254|metadata\.google)\S+", "", text)
     for form in (f"path {key}", f"location {key}", f'"{key}"'):
         text = text.replace(form, "")
     return text

@@ -408,7 +408,9 @@ class RunCheckpoints:
         """The steps of optimizers and schedulers so far."""
         steps = sum(optimizer.steps_made for optimizer in self.objects.optimizers)
         for scheduler in self.objects.schedulers:
-            steps += getattr(scheduler.scheduler, "last_epoch", 0)
+            # Packages add schedulers of torch to the list themselves.
+            wrapped = getattr(scheduler, "scheduler", scheduler)
+            steps += getattr(wrapped, "last_epoch", 0)
         return steps
 
     def _brief_share(self) -> float:
