@@ -75,7 +75,8 @@ SITUATIONS = (
 # Where a reader of the README finds more.
 MORE = (
     "`make bench` measures them again. [All figures](docs/comparison.md), and "
-    "[what each failure prints](benchmarks/results/2026-11-28-failures.md)."
+    "what each failure prints: [2026-11-28](benchmarks/results/2026-11-28-failures.md), "
+    "[2026-11-25](benchmarks/results/2026-11-25-failures.md)."
 )
 # Rows in which the peer is faster: how the README describes them, and why.
 SLOWER = {
@@ -348,7 +349,8 @@ def write() -> dict[Path, str]:
         "*Plain PyTorch* is the same work without this package. The *peer* is Hugging Face's accelerate 1.15.0. Each",
         "package takes turns with plain PyTorch in one process, so compare ratios, not times. The newest run did not",
         "measure the rows with a date. `python benchmarks/failures.py` shows what happens when a process is killed,",
-        "hangs or makes another call than the others ([output](../benchmarks/results/2026-11-28-failures.md)).",
+        "hangs or makes another call than the others ([output](../benchmarks/results/2026-11-28-failures.md), "
+        "[earlier](../benchmarks/results/2026-11-25-failures.md)).",
         "Figures of a GPU are in a page of their own ([one H100](../benchmarks/results/2026-11-26-h100.md)).",
         "",
         "## Time relative to plain PyTorch",
