@@ -350,8 +350,8 @@ class BucketCheckpoint(PendingCheckpoint):
     def discard(self, is_undecided: bool = False) -> None:
         """Delete what was written, unless it may be a checkpoint: then it stays, and is removed after a day."""
         self.close()
-        is_reachable = not isinstance(self.error, BucketUnreachableError | BucketAccessError)
-        if self.is_home and self.temporary_name and is_reachable and not is_undecided:
+        may_delete = not isinstance(self.error, BucketUnreachableError | BucketAccessError)
+        if self.is_home and self.temporary_name and may_delete and not is_undecided:
             try:
                 assert isinstance(self.temporary, BucketPath)
                 remove_objects(self.temporary)

@@ -9,6 +9,7 @@ import importlib
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,17 +174,9 @@ def _copied(folder: Path, path: Path, target: Path) -> bool:
     """Copy a checkpoint at or below `path` to its place at or below `target`."""
     from ..checkpointing.copying import copy_checkpoint
 
-    start = time.perf_counter()
     if folder != path:
         target = target / folder.relative_to(path)
-    try:
-        manifest = copy_checkpoint(folder, target)
-    except (CheckpointError, OSError) as error:
-        print(f"BAD  {error}")
-        return False
-    seconds = time.perf_counter() - start
-    print(f"ok   {target}: {_about(manifest)}, copied in {seconds:.2f} s")
-    return True
+    return _reported(target, "copied", lambda: copy_checkpoint(folder, target))
 
 
 def _check_store(options: argparse.Namespace) -> bool:
@@ -227,14 +220,19 @@ def _folders(path: Path) -> tuple[list[Path], list[Path]]:
 def _verified(folder: Path) -> bool:
     from ..checkpointing.layout import verify
 
+    return _reported(folder, "read", lambda: verify(folder))
+
+
+def _reported(folder: Path, done: str, act: Callable[[], Manifest]) -> bool:
+    """Print what `act` has found out about the checkpoint in a folder, and how long it took. Whether it succeeded."""
     start = time.perf_counter()
     try:
-        manifest = verify(folder)
+        manifest = act()
     except (CheckpointError, OSError) as error:
         print(f"BAD  {error}")
         return False
     seconds = time.perf_counter() - start
-    print(f"ok   {folder}: {_about(manifest)}, read in {seconds:.2f} s")
+    print(f"ok   {folder}: {_about(manifest)}, {done} in {seconds:.2f} s")
     return True
 
 
