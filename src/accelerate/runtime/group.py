@@ -49,6 +49,7 @@ class _Exit:
     waits_for = 0
     timeout: timedelta | None = None  # of the default group; None: torch's default
     failed = False
+    starts = 0
     interruptions = 0
     previous_hook: Any = None
     # Process groups that outlive the interpreter; `_hold` has them too.
@@ -82,14 +83,35 @@ def start(
             for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
                 setattr(dist.distributed_c10d, name, timeout)
         process_group.keep_out_of_defaults()
+        store = None
+        if _Exit.starts > 0:
+            store = _store_of_next_group(topology, init_method)
+            init_method = None
+        _Exit.starts += 1
         dist.init_process_group(
-            backend, init_method, timeout, rank=topology.rank, world_size=topology.world_size
+            backend,
+            init_method,
+            timeout,
+            rank=topology.rank,
+            world_size=topology.world_size,
+            store=store,
         )
         _Exit.owner, _Exit.timeout, _Exit.store = True, timeout, None
     _arm()
     marks.start()
     hang_watch.start(_Exit.timeout)
     return str(dist.get_backend())
+
+
+def _store_of_next_group(topology: Topology, init_method: str | None) -> dist.Store:
+    """The store of a default group that follows another in this process.
+
+    The launcher's store outlives a group, and torch gives the next one the same keys: ranks may connect to the
+    addresses of the group that has ended, and wait for each other for ever (pytorch#55967, torch 2.11 to 2.14).
+    """
+    rendezvous = dist.rendezvous(init_method or "env://", topology.rank, topology.world_size)
+    store, *_ = next(rendezvous)
+    return dist.PrefixStore(f"start_{_Exit.starts}", store)
 
 
 def with_host(kind: DeviceKind) -> str:
