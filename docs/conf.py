@@ -16,7 +16,14 @@ project = "accelerate"
 version = release = accelerate.__version__
 root_doc = "docs/index"
 include_patterns = ["docs/**.md", "*.md", "examples/README.md", "benchmarks/**.md"]
+# Pages for those who change the package: CONTRIBUTING.md links them.
+FOR_CONTRIBUTORS = [
+    "docs/architecture.md",
+    "docs/extending.md",
+    "docs/reference/torch_internals.md",
+]
 exclude_patterns = [".*", "build", "runs", "outputs", "src", "tests", "**/__pycache__"]
+exclude_patterns += FOR_CONTRIBUTORS
 
 extensions = [
     "myst_parser",
@@ -71,14 +78,16 @@ def _show_examples_as_code(
             return
 
 
-def _drop_links_to_folders(app: Any, name: str, source: list[str]) -> None:
-    """Leave the text of a link to a folder: a file view shows the folder, and a site has no page for it."""
-    here = (ROOT / name).parent
+def _drop_links_out_of_the_site(app: Any, name: str, source: list[str]) -> None:
+    """Leave the text of a link to a folder or to a page for contributors: the site has no page for it."""
+    pages = [ROOT / page for page in FOR_CONTRIBUTORS]
 
     def text(match: re.Match[str]) -> str:
-        return match[1] if (here / match[2]).is_dir() else match[0]
+        target = (ROOT / name).parent / match[2]
+        is_outside = target.is_dir() or target.resolve() in pages
+        return match[1] if is_outside else match[0]
 
-    source[0] = re.sub(r"\[([^\]]*)\]\(([\w./-]+)\)", text, source[0])
+    source[0] = re.sub(r"\[([^\]]*)\]\(([\w./-]+)(?:#[\w-]+)?\)", text, source[0])
 
 
 def _index_search_words(app: Any, name: str, source: list[str]) -> None:
@@ -128,7 +137,7 @@ def setup(app: Any) -> None:
     """Connect the functions above."""
     app.connect("autodoc-process-docstring", _show_examples_as_code, priority=400)
     app.connect("autodoc-process-signature", _show_effective_defaults)
-    app.connect("source-read", _drop_links_to_folders)
+    app.connect("source-read", _drop_links_out_of_the_site)
     app.connect("source-read", _index_search_words)
     app.connect("doctree-read", _classify)
     app.connect("build-finished", _write_start_page)

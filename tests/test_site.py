@@ -26,9 +26,13 @@ pytestmark = [
 ]
 MEMORY, MACHINES = (
     {"docs/planning.html"},
-    {"docs/launch.html", "docs/recipes/several_machines.html"},
+    {
+        "docs/launch_machines.html",
+        "docs/launch_engines.html",
+        "docs/recipes/several_machines.html",
+    },
 )
-STANDSTILL, API = {"docs/errors.html"}, {"docs/reference/api/accelerator.html"}
+STANDSTILL, API = {"docs/hang.html"}, {"docs/reference/api/accelerator.html"}
 # What is searched for, and the guides of which one comes first.
 SEARCHES = {
     "out of memory": MEMORY,
@@ -47,7 +51,9 @@ SEARCHES = {
     "activation checkpointing": {"docs/recipes/eight_gpus.html"},
     "resume": {"docs/checkpoints.html"},
     "wandb": {"docs/tracking.html"},
-    "NaN": {"docs/run_guards.html"},
+    "NaN": {"docs/training_options.html"},
+    "slow": {"docs/slow.html"},
+    "S3": {"docs/buckets.html"},
     "accumulate": API,
 }
 

@@ -18,7 +18,7 @@ FLIGHT_RECORDER = Internal(
     what="torch._C._distributed_c10d._dump_fr_trace_json and _dump_nccl_trace_json",
     versions="2.12 to 2.14",
     upstream="not reported",
-    needed_by="the report of a run that stands still (docs/errors.md), examples/debugging/hang.py, saves of rank 0",
+    needed_by="the report of a run that stands still (docs/hang.md), examples/debugging/hang.py, saves of rank 0",
     without="reports have the collectives of this package only, ranks in different ones are not found out early, and "
     "saves on rank 0 only wait for half a minute in a loop without a prepared loader",
     test="tests/torch_internals/test_flight_recorder.py::test_collectives_are_recorded",
