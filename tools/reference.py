@@ -36,6 +36,7 @@ SUBJECTS = {
         "state",
     ),
     "Nested data": ("core.trees",),
+    "Packed sequences": ("data_loader",),
     "Random numbers": ("collectives.rng",),
     "Memory and batch size": ("collectives.batch_size", "core.devices"),
     "Configuration objects": ("config", "parallelism_config"),

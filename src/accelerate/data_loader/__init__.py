@@ -8,6 +8,7 @@ from ..core.lazy import public_names
 from .base import DataLoaderAdapter, DataLoaderStateMixin
 from .dispatch import DataLoaderDispatcher
 from .loader import DataLoaderShard, SkipDataLoader
+from .packing import PackedDataset, pack
 from .prepare import prepare_data_loader, skip_first_batches
 from .samplers import (
     BatchSamplerShard,
@@ -16,6 +17,7 @@ from .samplers import (
     SkipBatchSampler,
     get_sampler,
 )
+from .token_batches import TokenBatchSampler
 
 __all__ = [
     "BatchSamplerShard",
@@ -24,10 +26,13 @@ __all__ = [
     "DataLoaderShard",
     "DataLoaderStateMixin",
     "IterableDatasetShard",
+    "PackedDataset",
     "SeedableRandomSampler",
     "SkipBatchSampler",
     "SkipDataLoader",
+    "TokenBatchSampler",
     "get_sampler",
+    "pack",
     "prepare_data_loader",
     "skip_first_batches",
 ]

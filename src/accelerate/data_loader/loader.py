@@ -37,9 +37,9 @@ from .order import (
 )
 from .prefetch import feed_for
 from .samplers import (
+    EpochSampler,
     IterableDatasetShard,
     Remainder,
-    SeedableRandomSampler,
     epoch_listeners,
     get_sampler,
     tell_epoch,
@@ -419,8 +419,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
             holders.append(unwrapped(base.dataset))
         generators = [getattr(holder, "generator", None) for holder in holders]
         generators.append(self.synchronized_generator)
-        if isinstance(sampler, SeedableRandomSampler):
-            return OwnGenerators(generators, sampler)
+        # A batch sampler without a sampler may have the seed itself.
+        for seedable in (sampler, self.plan().stream):
+            if isinstance(seedable, EpochSampler):
+                return OwnGenerators(generators, seedable)
         return OwnGenerators(generators)
 
     @property

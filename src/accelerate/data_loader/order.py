@@ -30,7 +30,7 @@ from torch.utils.data import (
 
 from ..collectives.objects import broadcast_each
 from ..core.errors import CheckpointError
-from .samplers import SeedableRandomSampler
+from .samplers import EpochSampler
 from .steps import discard
 
 States = dict[str, Any]
@@ -92,7 +92,7 @@ def keeps_state(thing: Any) -> bool:
 
 def is_seeded(sampler: Any) -> bool:
     """Whether the order of `sampler` follows from the states of torch's generators at its first index."""
-    if isinstance(sampler, SeedableRandomSampler):
+    if isinstance(sampler, EpochSampler):
         return True
     if isinstance(sampler, RandomSampler):
         return type(sampler).__iter__ is RandomSampler.__iter__
@@ -112,9 +112,7 @@ def is_recorded(states: States) -> bool:
 class OwnGenerators:
     """The randomness that belongs to a loader: torch generators of its sampler or dataset, and a sampler's seed."""
 
-    def __init__(
-        self, generators: Iterable[Any], seedable: SeedableRandomSampler | None = None
-    ) -> None:
+    def __init__(self, generators: Iterable[Any], seedable: EpochSampler | None = None) -> None:
         distinct = dict.fromkeys(
             generator for generator in generators if isinstance(generator, torch.Generator)
         )

@@ -16,7 +16,20 @@ from ..core.errors import PrepareError
 from .steps import ReadPlan, ShardSplit, SplitProgress
 
 
-class SeedableRandomSampler(RandomSampler):
+class EpochSampler:
+    """A sampler whose order follows from its seed and the epoch, so that a position needs no other state."""
+
+    initial_seed: int
+    epoch: int = 0
+    # All ranks are known to have this seed.
+    seed_agreed: bool
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next pass."""
+        self.epoch = epoch
+
+
+class SeedableRandomSampler(EpochSampler, RandomSampler):
     """Shuffles with the seed `data_seed + epoch`, so the order of an epoch does not depend on earlier draws.
 
     Without `set_epoch` the epoch increases by one after each complete pass.
@@ -33,11 +46,9 @@ class SeedableRandomSampler(RandomSampler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         data_seed = kwargs.pop("data_seed", None)
         super().__init__(*args, **kwargs)
-        self.initial_seed: int = torch.random.initial_seed() if data_seed is None else data_seed
-        self.epoch: int = 0
+        self.initial_seed = torch.random.initial_seed() if data_seed is None else data_seed
         self.generator: torch.Generator | None
-        # All ranks are known to have this seed.
-        self.seed_agreed: bool = data_seed is not None
+        self.seed_agreed = data_seed is not None
 
     def __iter__(self) -> Iterator[int]:
         if self.generator is None:
@@ -45,10 +56,6 @@ class SeedableRandomSampler(RandomSampler):
         self.generator.manual_seed(self.epoch + self.initial_seed)
         yield from super().__iter__()
         self.set_epoch(self.epoch + 1)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next pass."""
-        self.epoch = epoch
 
 
 class SkipBatchSampler(BatchSampler):

@@ -216,6 +216,8 @@ from ..core.trees import listify as listify
 from ..core.trees import recursively_apply as recursively_apply
 from ..core.trees import send_to_device as send_to_device
 from ..core.trees import slice_tensors as slice_tensors
+from ..data_loader.packing import pack as pack
+from ..data_loader.token_batches import TokenBatchSampler as TokenBatchSampler
 from ..launchers.compat import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
 from ..launchers.compat import prepare_multi_gpu_env as prepare_multi_gpu_env
 from ..launchers.compat import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs

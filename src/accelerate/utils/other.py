@@ -11,6 +11,8 @@ EXPORTS = {
         "model_has_dtensor",
     ],
     "core.objects": ["convert_bytes", "get_pretty_name", "merge_dicts", "recursive_getattr"],
+    "data_loader.packing": ["pack"],
+    "data_loader.token_batches": ["TokenBatchSampler"],
     "launchers.ports": ["get_free_port", "is_port_in_use"],
     "parallel.compile": ["compile_regions", "compile_regions_deepspeed", "compile_regions_fsdp2"],
     "parallel.unwrap": ["extract_model_from_parallel"],

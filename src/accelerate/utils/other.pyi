@@ -10,6 +10,8 @@ from ..core.objects import convert_bytes as convert_bytes
 from ..core.objects import get_pretty_name as get_pretty_name
 from ..core.objects import merge_dicts as merge_dicts
 from ..core.objects import recursive_getattr as recursive_getattr
+from ..data_loader.packing import pack as pack
+from ..data_loader.token_batches import TokenBatchSampler as TokenBatchSampler
 from ..launchers.ports import get_free_port as get_free_port
 from ..launchers.ports import is_port_in_use as is_port_in_use
 from ..parallel.compile import compile_regions as compile_regions
