@@ -72,6 +72,13 @@ def check_what_is_read(layout, nproc, tmp_path):
         )
 
 
+def test_what_was_written_is_said(tmp_path, capsys):
+    model = Accelerator(cpu=True).prepare(llama())
+    accelerate.export(model, tmp_path / "out")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "LlamaForCausalLM" in line and str(tmp_path / "out") in line and line.endswith(" s")
+
+
 @pytest.mark.thorough
 @on_ranks(4, env=on_cpu())
 def test_what_is_read_after_fsdp2_with_tensor_parallelism(tmp_path):

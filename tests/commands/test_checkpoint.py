@@ -53,6 +53,50 @@ def test_whole_and_damaged(project, capsys):
     assert run("verify", project / "checkpoints" / "checkpoint_0") == 0
 
 
+def test_json(project, capsys):
+    damaged = project / "checkpoints" / "checkpoint_1"
+    (damaged / "model.safetensors").write_bytes(b"")
+    for action in ("list", "verify"):
+        assert run(action, project, "--json") == 1
+        told = json.loads(capsys.readouterr().out)
+        whole, bad = told["checkpoints"]
+        assert whole["ok"] and whole["world_size"] == 1 and whole["problem"] is None
+        assert whole["bytes"] > 0 and whole["step"] == 0
+        assert not bad["ok"] and bad["path"] == str(damaged)
+        assert "model.safetensors" in bad["problem"] and bad.keys() == whole.keys()
+    set_aside(damaged)
+    assert run("list", project, "--json") == 0
+    (moved,) = json.loads(capsys.readouterr().out)["set_aside"]
+    assert "checkpoint_1.damaged" in moved
+    assert run("list", project / "absent", "--json") == 1
+    assert json.loads(capsys.readouterr().out)["checkpoints"] == []
+
+
+@pytest.mark.parametrize(
+    "files, what",
+    [
+        (["config.json", "model.safetensors"], "from_pretrained"),
+        (["adapter_config.json"], "PeftModel"),
+        (["random_states_0.pkl", "pytorch_model.bin"], "another library"),
+        ([".metadata", "__0_0.distcp"], "torch.distributed.checkpoint"),
+        (["model.safetensors"], "weights"),
+        (["telemetry/rank_0"], "of a run"),
+        (["notes.txt"], "notes.txt"),
+        ([], "empty"),
+        (["runs/checkpoint_manifest.json"], "/runs"),
+    ],
+)
+def test_what_a_folder_without_a_checkpoint_is(files, what, tmp_path, capsys):
+    for name in files:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    for action in ("list", "verify"):
+        assert run(action, tmp_path) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert str(tmp_path) in line and what in line.partition(str(tmp_path))[2]
+
+
 def test_checkpoints_that_were_set_aside_are_listed(project, capsys):
     folder = project / "checkpoints"
     moved = [set_aside(folder / "checkpoint_1"), set_aside(folder / "checkpoint_0")]

@@ -4,6 +4,7 @@
 import argparse
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,7 @@ import pytest
 from accelerate.commands import estimate, launch, to_fsdp2, tpu
 from accelerate.commands import main as command
 from accelerate.commands import test as checks
+from accelerate.commands.env import env_command, env_command_parser
 from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.config.launch_settings import given, resolve_settings
 from accelerate.core.options import GROUPS
@@ -43,7 +45,14 @@ def test_unknown_commands_get_the_nearest():
             "config_file='taken/file.yaml': taken is not a folder",
         ),
         ("launch --cpu --log_dir taken taken", 2, "log_dir='taken': taken is not a folder"),
-        ("launch --cpu --log_dir /proc/absent taken", 2, "/proc/absent"),
+        (
+            "launch --cpu --log_dir taken/logs taken",
+            2,
+            "log_dir='taken/logs': taken is not a folder",
+        ),
+        ("launch --cpu --log_dir /proc/absent taken", 2, "log_dir='/proc/absent'"),
+        ("launch --cpu --log_dir /proc taken", 2, "log_dir='/proc'"),
+        ("launch --cpu --log_dir /sys taken", 2, "log_dir='/sys'"),
         # Only the attempt shows that nothing can be written here.
         (
             "config default --config_file /proc/file.yaml",
@@ -130,6 +139,23 @@ def test_env_as_json(tmp_path):
     assert told["config"]["additional_args"] == {"max_tokens": 5, "environment": hidden}
 
 
+def test_env_shows_no_python_objects_and_no_secrets(tmp_path, capsys):
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "compute_environment: AMAZON_SAGEMAKER\nuse_cpu: true\nec2_instance_type: x\nadditional_args:\n"
+        "  environment: {PROXY: 'http://me:pa@ss@proxy:80/x', HF_HOME: /x}\n"
+        "  indexes: ['https://u:w@pypi/simple', b]\n"
+    )
+    args = env_command_parser().parse_args(["--config_file", str(file)])
+    args_of_absent = env_command_parser().parse_args([])
+    env_command(args)
+    env_command(args_of_absent)
+    text = capsys.readouterr().out
+    assert not re.search(r"None|True|False|[\[{]", text), text
+    assert "PROXY: http://me:***@proxy:80/x\n" in text and "use_cpu: true\n" in text
+    assert "indexes: https://u:***@pypi/simple, b\n" in text
+
+
 def test_the_parser_has_both_spellings_and_the_api_s_defaults():
     parser = launch_command_parser()
     args = parser.parse_args(
@@ -165,6 +191,30 @@ def shown(capsys, *words):
         launch_command_parser().parse_args(words)
     assert not end.value.code
     return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("mixd", "mixed_precision"),
+        ("accumulat", "gradient_accumulation_steps"),
+        ("presicion", "precision"),
+    ],
+)
+def test_help_suggests_the_nearest(word, meant, capsys):
+    with pytest.raises(SystemExit) as end:
+        launch_command_parser().parse_args(["-h", word])
+    assert end.value.code == 2 and f"did you mean {meant}" in capsys.readouterr().err
+
+
+def test_help_of_each_command_fits_100_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    for words in [("-h",), *((name, "-h") for name in command.COMMANDS), ("launch", "-h", "all")]:
+        monkeypatch.setattr(sys, "argv", ["accelerate", *words])
+        with contextlib.suppress(SystemExit):
+            command.main()
+        lines = capsys.readouterr().out.splitlines()
+        assert lines and max(map(len, lines)) <= 100, words
 
 
 def test_help_by_topic_fits_80_columns(capsys, monkeypatch):

@@ -28,7 +28,12 @@ def test_what_stands_out_is_first(tmp_path, steps, ranks, width):
     planted_run(tmp_path, steps, ranks, slow=ranks - 1 if steps > 10 else None)
     write_lines(
         events_file(tmp_path, 0),
-        {"time": START + 1e4, "event": "hang", "message": "no progress " * 50, "step": steps},
+        {
+            "time": START + 1e4,
+            "event": "hang",
+            "message": "no progress in `backward` " * 50,
+            "step": steps,
+        },
     )
     lines = printed(tmp_path, width).splitlines()
     assert max(map(len, lines)) <= width
@@ -37,6 +42,7 @@ def test_what_stands_out_is_first(tmp_path, steps, ranks, width):
     assert "Rank 0 reported a hang" in head
     assert (f"Rank {ranks - 1} on node{(ranks - 1) // 4} was slow" in head) == (steps > 10)
     assert sum(" hang " in line for line in lines[first_box:]) == 1
+    assert "`" not in "".join(lines)
 
 
 def test_equal_values_are_flat():

@@ -1,17 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is shown of a run: the range, the rule for stragglers, throughput, logged values, and the summary."""
 
+import base64
+import json
 import math
+import subprocess
+from pathlib import Path
+from shutil import which
 
 import numpy as np
 import pytest
 from planted_runs import START, planted_records, planted_run, write_lines, write_steps
 
+from accelerate import monitor
 from accelerate.monitor.run import open_runs
 from accelerate.monitor.sentences import WORDS, advice, sentences
 from accelerate.monitor.summary import summarize
 from accelerate.monitor.view import bucket_width, heat_rows, stragglers, view
 from accelerate.telemetry.records import events_file
+
+
+@pytest.mark.skipif(which("node") is None, reason="needs node")
+def test_the_labels_of_axes_are_round():
+    charts = Path(monitor.__file__).with_name("page") / "charts.js"
+    ranges = [
+        (0, 1.3 * 2**30, "bytes"),
+        (0, 5e6, "bytes"),
+        (0, 0.013, "seconds"),
+        (2.1, 2.9, "number"),
+    ]
+    script = (
+        "import {labels, FORMATS} from 'data:text/javascript;base64,"
+        f"{base64.b64encode(charts.read_bytes()).decode()}';\n"
+        f"for (const [low, high, format] of {json.dumps(ranges)})\n"
+        "  console.log(labels(low, high, 5, FORMATS[format]).map((pair) => pair[1]).join());\n"
+    )
+    done = subprocess.run(
+        ["node", "--input-type=module", "-e", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines() == [
+        "0,0.5 GiB,1 GiB",
+        "0,1 MiB,2 MiB,3 MiB,4 MiB",
+        "0,5 ms,10 ms",
+        "2.2,2.4,2.6,2.8",
+    ], done.stderr
 
 
 def opened(folder):

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..core import messages
 from ..core.constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_PATTERN_NAME
 from ..core.errors import CheckpointError, ConfigurationError
 from ..core.files import atomic_write, user_path
@@ -36,8 +37,6 @@ from .adapters import AdapterModel, save_adapters
 from .files import file_head, host_view, in_file_order
 from .weights import file_names, plan_shards, remove_stale, write_index
 
-logger: logging.Logger = logging.getLogger(__name__)
-
 
 def export(
     model: nn.Module,
@@ -49,7 +48,8 @@ def export(
     """Write a model as `from_pretrained` reads it: the configuration of a model of transformers, and its weights.
 
     A model of peft becomes its adapters alone, as `PeftModel.from_pretrained` reads them. Every process calls, and
-    the main one writes. Of a sharded model, one tensor (with `merge_adapters`, one layer) at a time is gathered.
+    the main one writes, and prints what it has written and how long that took. Of a sharded model, one tensor (with
+    `merge_adapters`, one layer) at a time is gathered.
 
     Args:
         model: a prepared model, under DDP, FSDP2 or tensor parallelism, or any other.
@@ -66,6 +66,16 @@ def export(
     path = user_path(folder, "export: folder")
     if path.is_file():
         raise ConfigurationError(f"export: {path} is a file; give a folder")
+    start = time.perf_counter()
+    exported = export_model(model, path, merge_adapters, max_shard_size)
+    if PartialState().is_main_process:
+        messages.show(f"exported {exported} to {path} in {time.perf_counter() - start:.1f} s")
+
+
+def export_model(
+    model: nn.Module, path: Path, merge_adapters: bool, max_shard_size: int | str
+) -> str:
+    """Write a model as `export` does. Returns what was written, in words."""
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     is_sharded = any(isinstance(parameter, DTensor) for parameter in inner.parameters())
     _check(model, inner, merge_adapters)
@@ -84,15 +94,14 @@ def export(
                 "merge_adapters=True, or use accelerator.save_model, which then writes the entire state"
             )
         save_adapters(adapters, path)
-        return
-    if not is_writer and not is_sharded:
-        return
+        return f"the adapters of {class_name(inner.get_base_model())}"  # type: ignore[operator]
     base = inner.get_base_model() if is_peft_model(inner) else inner  # type: ignore[operator]
-    limit = convert_file_size_to_int(max_shard_size)
-    write_weights(list(_pieces(base)), path, limit, is_writer)
+    if is_writer or is_sharded:
+        limit = convert_file_size_to_int(max_shard_size)
+        write_weights(list(_pieces(base)), path, limit, is_writer)
     if is_writer:
         _write_config(base, path)
-        logger.info("%s exported to %s", class_name(base), path)
+    return class_name(base)
 
 
 def _check(wrapped: nn.Module, model: nn.Module, merge_adapters: bool) -> None:

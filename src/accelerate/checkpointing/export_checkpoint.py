@@ -30,7 +30,7 @@ from ..placement.sizes import convert_file_size_to_int
 from .checksums import checksums, differing
 from .compat import load_pickled
 from .documents import damage
-from .export import Piece, export, write_weights
+from .export import Piece, export_model, write_weights
 from .files import BlockIO, only_tensors, without_aliases
 from .layout import (
     MANIFEST,
@@ -99,7 +99,7 @@ def export_checkpoint(
             model = _saved_model(path, row, pieces, base)
         if list(model.active_adapters) != row["active"]:
             model.base_model.set_adapter(row["active"])
-        export(model, folder, merge_adapters=True, max_shard_size=limit)
+        export_model(model, folder, True, limit)
         return f"a model with merged adapters ({', '.join(row['active'])})"
     if is_adapter:
         if base is not None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fnmatch
 import importlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +25,26 @@ from ..core.errors import (
 )
 from ..core.files import location
 from ..core.imports import is_available
-from ..core.objects import size_of
+from ..core.objects import counted, names_in_words, size_of
 from .parser import Parser, exit_on, print_error
 
 if TYPE_CHECKING:
     from ..checkpointing.layout import Manifest
+
+_FACTS = (
+    "problem", "files", "bytes", "world_size", "epoch", "step", "certificate", "seconds",
+)  # fmt: skip
+# Files that tell what a folder without a manifest is.
+_SIGNS = {
+    "adapter_config.json": "it has the adapters of a peft model, which PeftModel.from_pretrained reads",
+    "config.json": "it has a model, which from_pretrained reads",
+    "random_states_*": "it was saved by another library, or the save was not finished. It has no manifest to verify",
+    ".metadata": "it has a checkpoint of torch.distributed.checkpoint",
+    "*.distcp": "it has a checkpoint of torch.distributed.checkpoint, whose .metadata is missing",
+    "*.safetensors": "it has weights, and no manifest of a checkpoint",
+    "*.bin": "it has weights, and no manifest of a checkpoint",
+    "telemetry": "it is the folder of a run that has saved no checkpoint",
+}
 
 
 def parser() -> Parser:
@@ -46,12 +62,14 @@ def parser() -> Parser:
 
     place = "a checkpoint, a folder of checkpoints, or the folder of a project; or such a place in a bucket"
     what = "show the checkpoints, and whether each is complete, without reading the weights"
+    as_json = {"action": "store_true", "help": "print one JSON object"}
     action = add("list", what, place)
+    action.add_argument("--json", **as_json)
     action.add_argument(
         "--uploads", action="store_true", help="also show unfinished uploads to S3; needs boto3"
     )
     what = "read every file and compare its checksum with the manifest; exit code 1 if one differs"
-    add("verify", what, place)
+    add("verify", what, place).add_argument("--json", **as_json)
     what = (
         "copy checkpoints between folders and buckets; each file is compared with its checksum, and a copy is a "
         "checkpoint when its last file is written"
@@ -66,7 +84,7 @@ def parser() -> Parser:
         "and listings that show what was written; exit code 1 if the store does otherwise"
     )
     action = add("check", what, "a place in a bucket, such as s3://bucket/run")
-    action.add_argument("--json", action="store_true", help="print one JSON object")
+    action.add_argument("--json", **as_json)
     action.add_argument(
         "--size", type=int, default=64, help="MiB of the object that measures the speed (64)"
     )
@@ -86,22 +104,41 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _list(options: argparse.Namespace) -> bool:
+    from ..checkpointing.layout import leftovers_of
+
     path = location(options.path, "path")
     if options.uploads:
+        if options.json:
+            raise ConfigurationError("--uploads and --json exclude each other")
         _list_uploads(path)
     folders, damaged = _folders(path)
+    rows = _rows(folders, _read_sizes, options)
+    unfinished = leftovers_of(path) if folders or damaged else []
+    if options.json:
+        _print_json(path, rows, set_aside=damaged, unfinished=unfinished)
+    else:
+        for folder in damaged:
+            print(
+                f"set aside {folder}: a run has renamed it when it could not be loaded; no run reads or removes it"
+            )
+        for folder in unfinished:
+            print(
+                f"unfinished {folder}: a save was killed; `accelerate checkpoint prune` removes it"
+            )
     if not folders and not damaged:
         return _nothing(path)
-    sound = [_listed(folder) for folder in folders]
-    _list_leftovers(path, damaged)
-    return all(sound)
+    return all(row["ok"] for row in rows)
 
 
 def _verify(options: argparse.Namespace) -> bool:
+    from ..checkpointing.layout import verify
+
     path = location(options.path, "path")
     folders, _ = _folders(path)
-    sound = [_verified(folder) for folder in folders]
-    return all(sound) if folders else _nothing(path)
+    rows = _rows(folders, verify, options, "read")
+    if options.json:
+        _print_json(path, rows)
+    return all(row["ok"] for row in rows) if folders else _nothing(path)
 
 
 def _copy(options: argparse.Namespace) -> bool:
@@ -113,19 +150,28 @@ def _copy(options: argparse.Namespace) -> bool:
 
 
 def _nothing(path: Path) -> bool:
-    print_error(f"there is no checkpoint in {path}")
+    print_error(f"there is no checkpoint in {path}{_what_it_is(path)}")
     return False
 
 
-def _list_leftovers(path: Path, damaged: list[Path]) -> None:
-    from ..checkpointing.layout import leftovers_of
-
-    for folder in damaged:
-        print(
-            f"set aside {folder}: a run has renamed it when it could not be loaded; no run reads or removes it"
-        )
-    for folder in leftovers_of(path):
-        print(f"unfinished {folder}: a save was killed; `accelerate checkpoint prune` removes it")
+def _what_it_is(path: Path) -> str:
+    """What a place without a checkpoint is, as far as the names of its files say it."""
+    if isinstance(path, BucketPath):
+        return ""
+    if not path.exists():
+        return ", which does not exist"
+    if not path.is_dir():
+        return ", which is a file: give the folder of a checkpoint, or of a project"
+    names = sorted(entry.name for entry in path.iterdir())
+    if not names:
+        return ", which is empty"
+    below = [name for name in names if (path / name).is_dir() and _folders(path / name)[0]]
+    if below:
+        return f": give a folder in it that has one, such as {path / below[0]}"
+    for name, what in _SIGNS.items():
+        if fnmatch.filter(names, name):
+            return f": {what}"
+    return f", which has {names_in_words(names)}"
 
 
 def _list_uploads(path: Path) -> None:
@@ -176,7 +222,9 @@ def _copied(folder: Path, path: Path, target: Path) -> bool:
 
     if folder != path:
         target = target / folder.relative_to(path)
-    return _reported(target, "copied", lambda: copy_checkpoint(folder, target))
+    row = _examined(target, lambda target: copy_checkpoint(folder, target))
+    print(_text(row, "copied"), flush=True)
+    return bool(row["ok"])
 
 
 def _check_store(options: argparse.Namespace) -> bool:
@@ -204,7 +252,7 @@ def _folders(path: Path) -> tuple[list[Path], list[Path]]:
 
     `path` is a checkpoint, a folder of checkpoints or a project's folder.
     """
-    from ..checkpointing.layout import checkpoints_dir, list_checkpoints, list_damaged
+    from ..checkpointing.layout import MANIFEST, checkpoints_dir, list_checkpoints, list_damaged
 
     if not path.is_dir():
         return [], []
@@ -214,48 +262,70 @@ def _folders(path: Path) -> tuple[list[Path], list[Path]]:
             damaged = list_damaged(directory)
             if folders or damaged:
                 return folders, damaged
-    return [path], []
+    if (path / MANIFEST).is_file():
+        return [path], []
+    return [], []
 
 
-def _verified(folder: Path) -> bool:
-    from ..checkpointing.layout import verify
-
-    return _reported(folder, "read", lambda: verify(folder))
-
-
-def _reported(folder: Path, done: str, act: Callable[[], Manifest]) -> bool:
-    """Print what `act` has found out about the checkpoint in a folder, and how long it took. Whether it succeeded."""
-    start = time.perf_counter()
-    try:
-        manifest = act()
-    except (CheckpointError, OSError) as error:
-        print(f"BAD  {error}")
-        return False
-    seconds = time.perf_counter() - start
-    print(f"ok   {folder}: {_about(manifest)}, {done} in {seconds:.2f} s")
-    return True
-
-
-def _listed(folder: Path) -> bool:
+def _read_sizes(folder: Path) -> Manifest:
+    """The manifest of a checkpoint whose files have their sizes. CheckpointError for another one."""
     from ..checkpointing.layout import read_manifest, unfit
 
     why = unfit(folder)
-    print(f"BAD  {why}" if why else f"ok   {folder}: {_about(read_manifest(folder))}")
-    return why is None
+    if why is not None:
+        raise CheckpointError(why)
+    return read_manifest(folder)
 
 
-def _about(manifest: Manifest) -> str:
-    size = size_of(sum(record.size for record in manifest.files.values()))
-    position = "".join(
-        f", {name} {manifest.progress[name]}"
-        for name in ("epoch", "step")
-        if name in manifest.progress
-    )
-    if manifest.world_size == 1:
-        processes = "1 process"
-    else:
-        processes = f"{manifest.world_size} processes"
-    certificate = ""
-    if manifest.certificate:
-        certificate = f", certificate {manifest.certificate[:12]}"
-    return f"{len(manifest.files)} files, {size}, saved by {processes}{position}{certificate}"
+def _rows(
+    folders: Sequence[Path],
+    examine: Callable[[Path], Manifest],
+    options: argparse.Namespace,
+    done: str = "",
+) -> list[dict[str, Any]]:
+    """What `examine` finds out about each checkpoint. Without --json each is printed at once."""
+    rows = []
+    for folder in folders:
+        row = _examined(folder, examine)
+        rows.append(row)
+        if not options.json:
+            print(_text(row, done), flush=True)
+    return rows
+
+
+def _examined(folder: Path, examine: Callable[[Path], Manifest]) -> dict[str, Any]:
+    """What is known about the checkpoint in a folder, as an object of JSON. `examine` raises what is wrong with it."""
+    row: dict[str, Any] = {"path": str(folder), "ok": False, **dict.fromkeys(_FACTS)}
+    start = time.perf_counter()
+    try:
+        manifest = examine(folder)
+    except (CheckpointError, OSError) as error:
+        return {**row, "problem": str(error)}
+    row["ok"] = True
+    row["files"] = len(manifest.files)
+    row["bytes"] = sum(record.size for record in manifest.files.values())
+    row["world_size"] = manifest.world_size
+    row["epoch"] = manifest.progress.get("epoch")
+    row["step"] = manifest.progress.get("step")
+    row["certificate"] = manifest.certificate or None
+    row["seconds"] = round(time.perf_counter() - start, 3)
+    return row
+
+
+def _text(row: dict[str, Any], done: str) -> str:
+    """The line of a checkpoint. `done`: what took the time."""
+    if not row["ok"]:
+        return f"BAD  {row['problem']}"
+    facts = [f"{row['files']} files", size_of(row["bytes"])]
+    facts.append(f"saved by {counted(row['world_size'], 'process')}")
+    facts += [f"{name} {row[name]}" for name in ("epoch", "step") if row[name] is not None]
+    if row["certificate"]:
+        facts.append(f"certificate {row['certificate'][:12]}")
+    if done:
+        facts.append(f"{done} in {row['seconds']:.2f} s")
+    return f"ok   {row['path']}: {', '.join(facts)}"
+
+
+def _print_json(path: Path, rows: list[dict[str, Any]], **others: list[Path]) -> None:
+    lists = {name: list(map(str, folders)) for name, folders in others.items()}
+    print(json.dumps({"path": str(path), "checkpoints": rows, **lists}, indent=1))

@@ -15,8 +15,9 @@ from ..config import launch_file
 from ..core import imports, system
 from ..core.errors import ConfigurationError
 from ..core.objects import masked
+from ..core.option import as_text
 from ..core.version import __version__
-from .parser import command_parser, listing
+from .parser import command_parser
 
 PACKAGES = (
     "torch",
@@ -102,3 +103,18 @@ def env_command(args: argparse.Namespace) -> dict[str, Any]:
     facts = gather(args.config_file)
     print(json.dumps(facts, indent=2) if args.json else listing(facts))
     return facts
+
+
+def listing(data: dict[str, Any], indent: str = "  ") -> str:
+    """Return a line for each value, those of an inner mapping indented, as a configuration file writes them."""
+    lines = []
+    for key, value in data.items():
+        if isinstance(value, dict) and value:
+            lines += [f"{indent}{key}:", listing(value, f"{indent}  ")]
+        elif value is None or value in ([], {}):
+            lines.append(f"{indent}{key}: none")
+        elif isinstance(value, list):
+            lines.append(f"{indent}{key}: {', '.join(map(str, value))}")
+        else:
+            lines.append(f"{indent}{key}: {as_text(value)}")
+    return "\n".join(lines)

@@ -46,7 +46,6 @@ def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     # peft calls what transformers has deprecated.
     warnings.simplefilter("ignore", FutureWarning)
-    start = time.perf_counter()
     with exit_on(CheckpointError, ConfigurationError, ImportError, OSError):
         source = location(args.checkpoint, "checkpoint")
         folder = user_path(args.folder, "folder")
@@ -55,6 +54,7 @@ def main(argv: list[str] | None = None) -> None:
         from ..checkpointing.copying import local_models
         from ..checkpointing.export_checkpoint import export_checkpoint
 
+        start = time.perf_counter()
         with local_models(source, folder) as checkpoint:
             written = export_checkpoint(
                 checkpoint, folder, args.base, args.merge_adapters, args.max_shard_size

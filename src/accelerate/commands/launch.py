@@ -15,7 +15,7 @@ from ..config import launch_file
 from ..config.launch_settings import Settings, given, resolve_settings
 from ..core import env, messages
 from ..core.errors import CheckpointError, ConfigurationError, LaunchError
-from ..core.files import check_writable
+from ..core.files import check_writable, make_folder
 from ..core.lazy import public_names
 from ..core.options import GROUPS, options
 from ..launchers.base import Launcher
@@ -187,9 +187,8 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
         print(launcher.dry_run())
         return
     if spec.log_dir is not None and launcher.uses_this_machine:
-        # Some folders, such as /proc, are writable by their permissions only.
-        with exit_on(OSError):
-            Path(spec.log_dir).expanduser().mkdir(parents=True, exist_ok=True)
+        with settings.locating():
+            make_folder(spec.log_dir, "log_dir")
     if settings["certify"]:
         from .certify import certify_launch
 

@@ -9,7 +9,7 @@ import textwrap
 from ..core.errors import ConfigurationError, suggestion
 from ..core.option import Group, Option
 from ..core.options import GROUPS
-from .parser import Parser, add_options
+from .parser import Parser, add_options, help_width
 
 EXAMPLES = (
     (
@@ -48,11 +48,20 @@ def text(parser: argparse.ArgumentParser, topic: str | None) -> str:
         if rows:
             return _options([Group(f"a part of {name_of(group)}", "", rows)])
     names = [name_of(group) for group in GROUPS]
-    words = list(names)
+    flags: list[str] = []
     for group in GROUPS:
         for option in group.options:
-            words += [flag.lstrip("-") for flag in option.spellings]
-    meant = suggestion(word, names) or suggestion(word, words)
+            flags += [flag.lstrip("-") for flag in option.spellings]
+    meant = suggestion(word, names) or suggestion(word, flags)
+    if not meant:
+        # A word of a long name, such as `mixed` of mixed_precision.
+        first_with: dict[str, str] = {}
+        for flag in flags:
+            for part in flag.split("_"):
+                first_with.setdefault(part, flag)
+        part = suggestion(word, first_with, "{}")
+        if part:
+            meant = f" (did you mean {first_with[part]}?)"
     raise ConfigurationError(
         f"no topic or option {topic!r}{meant}; the topics are {', '.join(names)}, all"
     )
@@ -67,13 +76,13 @@ def _usual(parser: argparse.ArgumentParser) -> str:
     rows: list[Option] = []
     for group in GROUPS:
         rows += [option for option in group.options if option.name in group.usual]
-    width = max(len(name_of(group)) for group in GROUPS)
-    indent = " " * (width + 4)
+    column = max(len(name_of(group)) for group in GROUPS)
+    indent = " " * (column + 4)
     topics = [
         textwrap.fill(
             group.help,
-            78,
-            initial_indent=f"  {name_of(group):<{width}}  ",
+            help_width(),
+            initial_indent=f"  {name_of(group):<{column}}  ",
             subsequent_indent=indent,
         )
         for group in GROUPS
@@ -81,7 +90,7 @@ def _usual(parser: argparse.ArgumentParser) -> str:
     return "\n".join(
         [
             f"usage: {parser.usage}\n",
-            textwrap.fill(parser.description or "", 78),
+            textwrap.fill(parser.description or "", help_width()),
             "",
             _options([Group("usual options", "", tuple(rows))]),
             _examples(),

@@ -47,7 +47,7 @@ def usage() -> str:
     return (
         "usage: accelerate <command> [arguments]\n\ncommands:\n"
         + "\n".join(lines)
-        + "\n\n`accelerate help <command>` shows the arguments of a command, and `accelerate version` the version."
+        + "\n\n`accelerate help <command>` shows the arguments of a command, `accelerate version` the version."
     )
 
 

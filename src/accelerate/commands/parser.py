@@ -18,15 +18,19 @@ from ..core.errors import ConfigurationError, suggestion
 from ..core.option import Group, Option, as_text
 
 
+def help_width() -> int:
+    """Columns of a help message. Longer lines are hard to read on a wide terminal."""
+    return min(shutil.get_terminal_size().columns - 2, 98)
+
+
 class Formatter(argparse.HelpFormatter):
     """One spelling of each flag, its value's name short, defaults shown where there is one worth it."""
 
     def __init__(self, prog: str, width: int | None = None) -> None:
-        # Longer lines are hard to read on a wide terminal.
         super().__init__(
             prog,
             max_help_position=30,
-            width=width or min(shutil.get_terminal_size().columns - 2, 98),
+            width=width or help_width(),
         )
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
@@ -320,15 +324,3 @@ def table(rows: Sequence[Sequence[str]], headers: Sequence[str] = ()) -> str:
         ).rstrip()
         for line in lines
     )
-
-
-def listing(data: Mapping[str, Any]) -> str:
-    """A line for each key, those of an inner mapping indented."""
-    lines = []
-    for key, value in data.items():
-        if isinstance(value, dict):
-            lines.append(f"  {key}:")
-            lines += [f"    {name}: {inner}" for name, inner in value.items()]
-        else:
-            lines.append(f"  {key}: {value}")
-    return "\n".join(lines)

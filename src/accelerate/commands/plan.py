@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ..core import messages
 from ..core.errors import ConfigurationError
 from ..core.files import check_writable
-from .parser import Formatter, Parser, exit_on, print_error, table
+from .parser import Formatter, Parser, exit_on, help_width, print_error, table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
 
     made = Parser(
         prog="accelerate plan",
-        description=textwrap.fill(DESCRIPTION, 78),
+        description=textwrap.fill(DESCRIPTION, help_width()),
         epilog=EXAMPLES,
         formatter_class=Help,
     )

@@ -30,6 +30,9 @@ def parser() -> Parser:
         choices=("html", "md", "json"),
         help="Format of the report. Default: by the ending of FILE, or md.",
     )
+    made.add_argument(
+        "--json", action="store_const", dest="format", const="json", help="Same as --format json."
+    )
     return made
 
 

@@ -314,19 +314,23 @@ class _Reader:
             self.values.setdefault("gradient_accumulation_steps", accumulation)
 
 
-def write(path: str | Path, data: dict[str, Any]) -> Path:
-    """Write a configuration atomically: as JSON if the name ends in .json, else as YAML."""
-    path = Path(path).expanduser()
-    path.parent.mkdir(parents=True, exist_ok=True)
+def text_of(path: Path, data: dict[str, Any]) -> str:
+    """Return a configuration as a file has it: JSON if the name of the file ends in .json, else YAML."""
     settings = {
         key: value for key, value in sorted(data.items()) if value is not None and value != {}
     }
     if path.suffix == ".json":
-        text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
-    else:
-        import yaml
+        return json.dumps(settings, indent=2, sort_keys=True) + "\n"
+    import yaml
 
-        text = yaml.safe_dump(settings)
+    text: str = yaml.safe_dump(settings)
+    return text
+
+
+def write(path: str | Path, data: dict[str, Any]) -> Path:
+    """Write a configuration atomically, and return its path."""
+    path = Path(path).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path, "w") as file:
-        file.write(text)
+        file.write(text_of(path, data))
     return path

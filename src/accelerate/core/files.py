@@ -104,6 +104,23 @@ def check_writable(path: str | os.PathLike[str], argument: str, folder: bool = F
         raise ConfigurationError(f"{argument}={str(path)!r}: no permission to write in {nearest}")
 
 
+def make_folder(path: str | os.PathLike[str], argument: str) -> None:
+    """Make a folder of the user, and in it a file that is removed again: /proc, for example, only seems writable.
+
+    Raises ConfigurationError, which names `argument`, if that fails.
+    """
+    folder = user_path(path, argument)
+    probe = folder / f".{os.urandom(4).hex()}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{argument}={str(folder)!r}: no file can be written there ({error.strerror})"
+        ) from None
+
+
 @contextlib.contextmanager
 def named_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     """A block that writes one file: the system's errors of its descriptor (a full disk) get its name."""

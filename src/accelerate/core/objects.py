@@ -175,7 +175,7 @@ def is_secret(name: str) -> bool:
 
 
 def masked(data: Any) -> Any:
-    """Nested data with `***` for the value of each name that is a secret's, also in texts NAME=value."""
+    """Nested data with `***` in place of secrets: in `{NAME: value}`, `NAME=value`, and as the password of a URL."""
     if isinstance(data, dict):
         return {
             key: "***" if value and is_secret(str(key)) else masked(value)
@@ -183,13 +183,12 @@ def masked(data: Any) -> Any:
         }
     if isinstance(data, list):
         return [masked(item) for item in data]
-    if isinstance(data, str):
-        name, equals, _ = data.partition("=")
-    else:
-        name, equals, _ = ("", "", "")
+    if not isinstance(data, str):
+        return data
+    name, equals, _ = data.partition("=")
     if equals and is_secret(name):
         return f"{name}=***"
-    return data
+    return re.sub(r"(://[^/@:\s]*):[^/\s]+@", r"\1:***@", data)
 
 
 def size_of(count: float) -> str:

@@ -52,7 +52,7 @@ def show(run: Run, console: Console | None = None) -> None:
 
 def picture(run: Run, width: int = 100) -> RenderableType:
     """One picture of a run, for a terminal of `width` columns."""
-    notes = [Text(note, "red") for note in run.notes()]
+    notes = [Text(note.replace("`", ""), "red") for note in run.notes()]
     if run.is_empty:
         return Group(
             Panel(
@@ -68,7 +68,9 @@ def picture(run: Run, width: int = 100) -> RenderableType:
         summary = summarize(run)
         curves = view(run, pixels=narrow)
         # What stands out comes first: a small terminal shows no more than the upper part.
-        lines = sentences(summary)
+        # Names of code have no marks in a terminal.
+        lines = [text.replace("`", "") for text in sentences(summary)]
+        tips = [f"Try: {text.replace('`', '')}" for text in advice(summary)]
         alarms = [text for text in lines if STANDS_OUT.match(text)]
         renderables: list[RenderableType] = [
             _title(run, summary),
@@ -79,9 +81,7 @@ def picture(run: Run, width: int = 100) -> RenderableType:
         if shown.ranks:
             renderables += [_ranks(shown, summary, wide), _phases(summary, wide)]
             others = [text for text in lines if text not in alarms]
-            renderables.append(
-                Panel(Text("\n".join([*others, *(f"Try: {text}" for text in advice(summary))])))
-            )
+            renderables.append(Panel(Text("\n".join([*others, *tips]))))
         events = _events(run)
         if events:
             renderables.append(events)
@@ -209,7 +209,7 @@ def _events(run: Run) -> RenderableType | None:
             ranks = "all ranks"
         else:
             ranks = f"rank {event['ranks'][0]}"
-        facts = [str(event[name]) for name in ("message", "path") if name in event]
+        facts = [str(event[name]).replace("`", "") for name in ("message", "path") if name in event]
         if "step" in event:
             facts.insert(0, f"step {event['step']:,}")
         when = time.localtime(float(event["time"]))

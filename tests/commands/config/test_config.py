@@ -3,6 +3,7 @@
 
 import argparse
 import builtins
+import json
 
 import pytest
 
@@ -63,6 +64,23 @@ def test_explain_shows_origins(tmp_path, capsys, monkeypatch):
     assert rows["mixed_precision"].split()[1:] == ["fp16", "flag", "--mixed_precision"]
     assert rows["gradient_accumulation_steps"].split()[1:3] == ["4", "variable"]
     assert "default_config.yaml:" in rows["num_processes"]
+
+
+def test_show_as_json(tmp_path, capsys):
+    file = tmp_path / "own.yaml"
+    file.write_text("num_processes: 2\nfsdp_config: {}\n")
+    config.main(["show", "--json", "--cpu", "--config_file", str(file)])
+    shown = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row for row in shown["options"]}
+    assert shown["file"] == str(file) and rows["device"]["value"] == "cpu"
+    assert rows["num_processes"] == {
+        "name": "num_processes",
+        "value": 2,
+        "origin": f"{file}:1",
+    }
+    config.main(["show", "aws_secret_access_key", "--aws_secret_access_key", "abc", "--json"])
+    (row,) = json.loads(capsys.readouterr().out)["options"]
+    assert row["value"] == "***"
 
 
 def test_show_without_a_file_shows_where_a_launch_runs(monkeypatch, capsys):
@@ -206,6 +224,18 @@ def test_each_question_has_help_and_a_way_back(monkeypatch, tmp_path, capsys):
     assert load_config_from_file(questions.run(tmp_path / "c.yaml")).num_machines == 1
     told = capsys.readouterr().out
     assert list(left) == [] and "`accelerate launch --num_machines`" in " ".join(told.split())
+
+
+def test_the_preview_is_the_file(monkeypatch, tmp_path, capsys):
+    for name in ("c.yaml", "c.json"):
+        answers(monkeypatch, "", "", "1", "", "")
+        path = questions.run(tmp_path / name)
+        lines = capsys.readouterr().out.splitlines()
+        assert "?" in lines[0] and "<" in lines[0]
+        preview = [line.removeprefix("  ") for line in lines]
+        content = path.read_text().splitlines()
+        start = preview.index(content[0])
+        assert preview[start : start + len(content)] == content
 
 
 def test_single_questions_for_other_packages(monkeypatch, capsys):

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...config import launch_file
 from ...config.launch_settings import Settings
 from ...core import messages
 from ...core.errors import ConfigurationError, suggestion
 from ...core.files import check_writable
-from ...core.objects import is_secret
+from ...core.objects import masked
+from ...core.option import as_text
 from ...core.options import PRECISIONS, options
 from ...launchers.plan import plan
 from ...launchers.spec import Program
@@ -39,19 +41,20 @@ _LAYOUTS = {
     "use_parallelism_config": "the sizes of parallelism_config",
 }
 ACTIONS = ("default", "update", "show", "explain")
-HELP = """usage: accelerate config [--config_file FILE]           answer questions and write a configuration
+HELP = """usage: accelerate config [--config_file FILE]
+           answer questions and write a configuration
        accelerate config default [--config_file FILE] [--mixed_precision no|fp16|bf16|fp8]
-                                                        write one for this machine, without questions
-       accelerate config update [--config_file FILE]    rewrite an older file with the present keys
-       accelerate config show [NAME ...] [--all] [launch options]
-                                                        show where a launch runs and in which layout, and the value
-                                                        of each option that is set, with its origin: a flag, a
-                                                        variable, a line of the file or the default. NAME: show only
-                                                        these options. --all: show all options.
-                                                        `explain` is another name of `show`
+           write one for this machine, without questions
+       accelerate config update [--config_file FILE]
+           rewrite an older file with the present keys
+       accelerate config show [NAME ...] [--all] [--json] [launch options]
+           show where a launch runs and in which layout, and the value of each option that is set,
+           with its origin: a flag, a variable, a line of the file or the default.
+           NAME: show only these options. --all: show all options. --json: print JSON.
+           `explain` is another name of `show`
 
-The default file is default_config.yaml in $HF_HOME/accelerate, or $XDG_CACHE_HOME/huggingface/accelerate, or
-~/.cache/huggingface/accelerate."""
+The default file is default_config.yaml in $HF_HOME/accelerate,
+or $XDG_CACHE_HOME/huggingface/accelerate, or ~/.cache/huggingface/accelerate."""
 
 
 def __getattr__(name: str) -> Any:
@@ -121,8 +124,16 @@ def _run(action: str, arguments: list[str]) -> None:
         messages.show(f"wrote {path}")
 
 
-def explain(settings: Settings, everything: bool = False, names: Sequence[str] = ()) -> str:
-    """A table of name, value and origin. Without `everything` it has what a launch does, and what was set.
+class Row(NamedTuple):
+    """An option, or an effect of several, as `show` shows it."""
+
+    name: str
+    value: Any
+    origin: str
+
+
+def explain(settings: Settings, everything: bool = False, names: Sequence[str] = ()) -> list[Row]:
+    """Value and origin of options. Without `everything` they are what a launch does, and what was set.
 
     Args:
         settings: of a launch.
@@ -130,51 +141,42 @@ def explain(settings: Settings, everything: bool = False, names: Sequence[str] =
         names: show these options only, including unset ones.
     """
     rows = [] if everything or names else _effects(settings)
-    described = {*_LAYOUTS, *(name for name, _, _ in rows)}
+    described = {*_LAYOUTS, *(row.name for row in rows)}
     for option in [options()[name] for name in names] or options().values():
-        value = settings[option.name]
-        if everything or names or (settings.chosen(option.name) and option.name not in described):
-            if is_secret(option.name) and value:
-                shown = "(hidden)"
-            elif value is None:
-                shown = "not set"
-            else:
-                shown = str(value)
-            rows.append((option.name, shown, settings.origin(option.name)))
-    return table(rows)
+        is_set = settings.chosen(option.name) and option.name not in described
+        if everything or names or is_set:
+            value = masked({option.name: settings[option.name]})[option.name]
+            rows.append(Row(option.name, value, settings.origin(option.name)))
+    return rows
 
 
-def _effects(settings: Settings) -> list[tuple[str, str, str]]:
-    """Name, value and origin of what a launch with these settings does."""
+def _effects(settings: Settings) -> list[Row]:
+    """What a launch with these settings does."""
     spec = plan(settings, Program(__file__))  # the script does not matter
 
     def origin(*names: str) -> str:
         return next((settings.origin(name) for name in names if settings.chosen(name)), "default")
 
     layout = " and ".join(text for name, text in _LAYOUTS.items() if settings[name])
-    if spec.num_processes > 1:
-        plain = "DistributedDataParallel"
-    else:
-        plain = "one process, or what the script requests"
-    precision = settings["mixed_precision"]
+    if not layout and spec.num_processes > 1:
+        layout = "DistributedDataParallel"
+    elif not layout:
+        layout = "one process, or what the script requests"
+    precision = settings["mixed_precision"] or "no, or what the script requests"
+    device = origin("cpu", "multi_gpu", "gpu_ids", "tpu", "engine")
     return [
-        ("device", spec.device, origin("cpu", "multi_gpu", "gpu_ids", "tpu", "engine")),
-        ("num_processes", str(spec.num_processes), origin("num_processes")),
-        ("num_machines", str(spec.num_machines), origin("num_machines", "nnodes")),
-        (
-            "mixed_precision",
-            precision or "no, or what the script requests",
-            origin("mixed_precision"),
-        ),
-        ("layout", layout or plain, origin(*_LAYOUTS)),
+        Row("device", spec.device, device),
+        Row("num_processes", spec.num_processes, origin("num_processes")),
+        Row("num_machines", spec.num_machines, origin("num_machines", "nnodes")),
+        Row("mixed_precision", precision, origin("mixed_precision")),
+        Row("layout", layout, origin(*_LAYOUTS)),
     ]
 
 
 def _explain(arguments: list[str]) -> None:
     from ..launch import launch_command_parser, settings_of
 
-    everything = "--all" in arguments
-    flags = [item for item in arguments if item != "--all"]
+    flags = [item for item in arguments if item not in ("--all", "--json")]
     words = []
     while flags and not flags[0].startswith("-"):
         words.append(flags.pop(0))
@@ -182,8 +184,23 @@ def _explain(arguments: list[str]) -> None:
     words += [args.training_script, *args.training_script_args][:-1]  # names after the flags
     names = [_option_name(word) for word in words]
     settings = settings_of(args)
-    print(explain(settings, everything, names))
-    print(f"\nfile: {settings.file.path if settings.file else 'none'}; --all shows all options")
+    rows = explain(settings, "--all" in arguments, names)
+    file = None
+    if settings.file is not None:
+        file = str(settings.file.path)
+    if "--json" in arguments:
+        print(json.dumps({"file": file, "options": [row._asdict() for row in rows]}, indent=1))
+        return
+    print(table([(row.name, _shown(row.value), row.origin) for row in rows]))
+    print(f"\nfile: {file or 'none'}; --all shows all options")
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "not set"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return as_text(value)
 
 
 def _option_name(word: str) -> str:

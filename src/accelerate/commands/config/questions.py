@@ -19,7 +19,6 @@ from ...core import system
 from ...core.errors import ConfigurationError
 from ...core.objects import counted
 from ...core.options import options
-from ..parser import listing
 from .default import machine_defaults, run_kind
 
 Answers = dict[str, Any]
@@ -261,12 +260,17 @@ QUESTIONS: tuple[Question, ...] = (
 
 
 def run(path: Path, questions: Sequence[Question] = QUESTIONS) -> Path:
-    """Put the questions, show a summary, and write the file."""
-    return launch_file.write(path, ask(f"Write this to {path}?", questions))
+    """Put the questions, show the file, and write it."""
+    return launch_file.write(path, ask(f"Write this to {path}?", questions, path))
 
 
-def ask(confirmation: str, questions: Sequence[Question] = QUESTIONS) -> dict[str, Any]:
-    """Put the questions and show a summary; return what a file has. `<` or the left arrow goes back a question."""
+def ask(
+    confirmation: str, questions: Sequence[Question] = QUESTIONS, path: Path = Path("answers.yaml")
+) -> dict[str, Any]:
+    """Put the questions, show the file that they make, and return its content. `<` goes back a question."""
+    print(
+        "Enter takes the answer in brackets, ? explains the question, < goes back to the one before.\n"
+    )
     answers: Answers = {}
     visited: list[int] = []
     position = 0
@@ -286,7 +290,7 @@ def ask(confirmation: str, questions: Sequence[Question] = QUESTIONS) -> dict[st
                 position += 1
                 continue
         else:
-            print("\n" + listing(to_file(answers)))
+            print("\n" + textwrap.indent(launch_file.text_of(path, to_file(answers)), "  "), end="")
             yes_or_back = ((True, "yes"), (False, "no, go back"))
             if choose(f"\n{confirmation}", yes_or_back, True) is True:
                 return to_file(answers)

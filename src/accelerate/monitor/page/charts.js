@@ -28,15 +28,17 @@ export function compact(value, digits = 4) {
   return trimmed(value, digits);
 }
 
+const BYTES = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]];
+const byteUnit = (value) => BYTES.find(([, size]) => value >= size) || BYTES.at(-1);
+
 export const FORMATS = {
   number: compact,
   step: (value) => Number.isFinite(value) ? Math.round(value).toLocaleString("en-US") : "–",
   seconds: (value, digits = 3) => !Number.isFinite(value) ? "–" : value === 0 ? "0"
     : value < 1e-3 ? trimmed(value * 1e6, digits) + " µs" : value < 1 ? trimmed(value * 1e3, digits) + " ms"
     : trimmed(value, digits) + " s",
-  bytes: (value, digits = 3) => !Number.isFinite(value) ? "–" : value === 0 ? "0"
-    : value >= 2 ** 40 ? trimmed(value / 2 ** 40, digits) + " TiB" : value >= 2 ** 30 ? trimmed(value / 2 ** 30, digits) + " GiB"
-    : value >= 2 ** 20 ? trimmed(value / 2 ** 20, digits) + " MiB" : trimmed(value / 2 ** 10, digits) + " KiB",
+  bytes: (value, digits = 3, [name, size] = byteUnit(value)) => !Number.isFinite(value) ? "–" : value === 0 ? "0"
+    : `${trimmed(value / size, digits)} ${name}`,
 };
 
 export function ticks(low, high, count) {
@@ -47,6 +49,13 @@ export function ticks(low, high, count) {
   const found = [];
   for (let at = Math.ceil(low / unit - 1e-9); at * unit <= high + unit * 1e-9; at++) found.push(at * unit);
   return found;
+}
+
+// The values of an axis and their labels. Those of bytes are round in one unit.
+export function labels(low, high, count, format) {
+  const unit = format === FORMATS.bytes ? byteUnit(high) : ["", 1];
+  const values = ticks(low / unit[1], high / unit[1], count).map((value) => value * unit[1]), digits = digitsFor(values);
+  return values.map((value) => [value, format(value, digits, unit)]);
 }
 
 function digitsFor(values) {
@@ -115,16 +124,15 @@ export class Chart {
     context.fillStyle = color("--soft");
     context.lineWidth = 1;
     if (format) {
-      const values = ticks(this.scale[0], this.scale[1], Math.max(2, this.height / 38)), digits = digitsFor(values);
       context.textAlign = "right";
       context.textBaseline = "middle";
-      for (const value of values) {
+      for (const [value, label] of labels(this.scale[0], this.scale[1], Math.max(2, this.height / 38), format)) {
         const y = Math.round(this.y(value)) + 0.5;
         context.beginPath();
         context.moveTo(this.left, y);
         context.lineTo(this.width - MARGIN.right, y);
         context.stroke();
-        context.fillText(format(value, digits), this.left - 7, y);
+        context.fillText(label, this.left - 7, y);
       }
     }
     this.stepAxis();

@@ -28,6 +28,11 @@ function element(tag, properties = {}, ...children) {
   return made;
 }
 
+// A text whose parts between backticks are code.
+function prose(text) {
+  return text.split("`").map((part, i) => i % 2 ? element("code", {}, part) : part);
+}
+
 function swatch(name) {
   const made = element("span", { className: "swatch" });
   made.style.background = `var(${name})`;
@@ -452,11 +457,11 @@ function findings() {
   const items = [];
   for (const { run } of shownRuns()) {
     const lead = several() ? `${run.name}: ` : "";
-    for (const note of run.notes) items.push(element("li", { className: "slow" }, lead + note));
+    for (const note of run.notes) items.push(element("li", { className: "slow" }, lead, ...prose(note)));
     if (run.empty || !run.ranks.length) continue;
     for (const sentence of run.summary.sentences.filter((text) => !several() || /^Steps? \d.* took /.test(text) || SLOW.test(text)))
-      items.push(element("li", { className: SLOW.test(sentence) ? "slow" : "" }, lead + sentence));
-    for (const advice of run.summary.advice) items.push(element("li", { className: "try" }, `${lead}Try: ${advice}`));
+      items.push(element("li", { className: SLOW.test(sentence) ? "slow" : "" }, lead, ...prose(sentence)));
+    for (const advice of run.summary.advice) items.push(element("li", { className: "try" }, `${lead}Try: `, ...prose(advice)));
   }
   const text = items.map((item) => item.textContent).join("\n");
   if ($("findings").dataset.text === text) return;
@@ -492,7 +497,7 @@ function events() {
     const rest = element("td", {}, facts.join(", "));
     const named = event.path && event.message?.endsWith(event.path); // the link stands for it
     const message = named ? event.message.slice(0, -event.path.length) : event.message;
-    if (message) rest.append(facts.length ? ": " : "", message);
+    if (message) rest.append(facts.length ? ": " : "", ...prose(message));
     if (event.path) {
       const where = event.file ? element("a", { href: embedded ? event.file : `file/${at}/${event.path.split("/").map(encodeURIComponent).join("/")}?${query({})}` }, event.path) : event.path;
       rest.append(named ? "" : facts.length || message ? " – " : "", where);
