@@ -41,7 +41,9 @@ SCRIPTS = [
         {
             "step": Row(
                 "overhead per step: Linear(16, 1), batch 8, SGD + LambdaLR, accumulate", "added", 15
-            )
+            ),
+            "step after resume": Row("what `resume()` adds to a step", "added", 25),
+            "step with a deadline": Row("what `--stop_within` adds to that", "added", 20),
         },
     ),
     Script(

@@ -353,7 +353,6 @@ class Accelerator(RunInterface):
             self._trackers,
             self._exchange,
         )
-        controller = self._checkpoints.controller
         self._loop: MainLoop = MainLoop(
             self._objects,
             self._accumulation,
@@ -361,7 +360,8 @@ class Accelerator(RunInterface):
             self.strategy,
             self._items,
             guard,
-            controller,
+            self._checkpoints.controller,
+            self._checkpoints.stopper,
             self._exchange,
         )
         self._checkpoints.loop = self._loop
@@ -1410,7 +1410,7 @@ class Accelerator(RunInterface):
             if time.time() > budget:
                 accelerator.request_stop()
         """
-        self._checkpoints.controller.request_stop()
+        self._checkpoints.stopper.request_stop()
 
     @property
     def resumed(self) -> LoadReport | None:

@@ -130,18 +130,19 @@ def test_ranks_that_do_not_meet_end_at_the_deadline(tmp_path):
     assert "3 steps old" in ended[0].stderr and "checkpoint_0" in ended[0].stderr
 
 
-# A run whose forward takes long at the seventh batch, as a compilation does.
+# A run whose forward takes long at the seventh batch, as a compilation does: on all ranks ("both"), or on the last
+# one, for which the others wait in a collective ("one").
 COMPILING = """
 import os, signal, sys, time, torch
-from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, set_seed
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration, set_seed
 
-folder, seconds, how = sys.argv[1], float(sys.argv[2]), sys.argv[3]
+folder, seconds, layout, how = sys.argv[1], float(sys.argv[2]), sys.argv[3], sys.argv[4]
 
 class Data(torch.utils.data.Dataset):
     # Each read draws: from where the generator was before the batch.
     def __len__(self):
-        return 27
+        return 28
 
     def __getitem__(self, index):
         return torch.full((4,), float(index)) + torch.randn(4)
@@ -149,19 +150,21 @@ class Data(torch.utils.data.Dataset):
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
+        self.first = torch.nn.Linear(4, 4)
         self.linear = torch.nn.Linear(4, 1)
 
     def forward(self, x):
-        if how == "python" and step == 6:
+        if how != "dynamo" and step == 6:
             wait()
-        return self.linear(torch.nn.functional.dropout(x, 0.1))
+        return self.linear(torch.nn.functional.dropout(self.first(x), 0.1))
 
 def wait():
     if seconds and accelerator.is_last_process:
         os.kill(os.getpid(), signal.SIGTERM)
         print(time.time(), flush=True)
-    for _ in range(int(100 * seconds)):
-        time.sleep(0.01)
+    if how != "one" or accelerator.is_last_process:
+        for _ in range(int(100 * seconds)):
+            time.sleep(0.01)
 
 def backend(graph, inputs):
     if step == 6:
@@ -169,8 +172,18 @@ def backend(graph, inputs):
     return graph.forward
 
 set_seed(0)
-accelerator = Accelerator(cpu=True, project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True))
+plugin = config = None
+if layout in ("shards", "full"):
+    kind = {"shards": "SHARDED_STATE_DICT", "full": "FULL_STATE_DICT"}[layout]
+    units = {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 1}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind, **units)
+if layout == "tp":
+    config = ParallelismConfig(tp_size=2)
+project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
+accelerator = Accelerator(cpu=True, project_config=project, fsdp_plugin=plugin, parallelism_config=config)
 model = Model()
+if layout == "tp":
+    model._tp_plan = {"first": "colwise", "linear": "rowwise"}
 if how == "dynamo":
     model = torch.compile(model, backend=backend, dynamic=False)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -185,26 +198,41 @@ for epoch in range(start.epoch if start else 0, 2):
         optimizer.step()
         optimizer.zero_grad()
         step += 1
+state = accelerator.get_state_dict(model)
 if accelerator.is_main_process:
-    torch.save(accelerator.unwrap_model(model, keep_torch_compile=False).state_dict(), f"{folder}/end.pt")
+    torch.save(state, f"{folder}/end.pt")
 """
 
+LONG = pytest.mark.thorough
 
-@pytest.mark.parametrize("how", ["python", pytest.param("dynamo", marks=pytest.mark.thorough)])
-def test_a_save_from_within_a_compilation(how, tmp_path):
+
+@pytest.mark.parametrize(
+    ("layout", "how"),
+    [
+        ("replicas", "both"),
+        ("shards", "one"),
+        pytest.param("replicas", "one", marks=LONG),
+        pytest.param("replicas", "dynamo", marks=LONG),
+        pytest.param("shards", "both", marks=LONG),
+        pytest.param("full", "both", marks=LONG),
+        pytest.param("tp", "both", marks=LONG),
+        pytest.param("tp", "one", marks=LONG),
+    ],
+)
+def test_a_save_from_within_a_compilation(layout, how, tmp_path):
     script = tmp_path / "compiling.py"
     script.write_text(COMPILING)
     limit = {"ACCELERATE_STOP_WITHIN": "4"}
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir(), cut.mkdir()
-    run_ranks(script, 2, whole, 0, how, env=limit)
-    ended = run_ranks(script, 2, cut, 60, how, env=limit, check=False)
+    run_ranks(script, 2, whole, 0, layout, how, env=limit)
+    ended = run_ranks(script, 2, cut, 60, layout, how, env=limit, check=False)
     seconds = time.time() - float(ended[1].stdout)
     assert [rank.returncode for rank in ended] == [143, 143], ended
     assert seconds < 8
     [checkpoint] = (cut / "checkpoints").iterdir()
     assert read_manifest(checkpoint).progress["step"] == 6, ended
-    run_ranks(script, 2, cut, 0, how, env=limit)
+    run_ranks(script, 2, cut, 0, layout, how, env=limit)
     expected = parameters(whole)
     for name, value in parameters(cut).items():
         assert torch.equal(value, expected[name]), name

@@ -93,13 +93,15 @@ class PreemptionWatch:
         if self._on_signal is not None:
             self._on_signal()
 
-    def notify(self) -> None:
-        """Let the main thread call `on_signal`. This is another thread."""
+    def notify(self) -> bool:
+        """Let the main thread call `on_signal`, and return whether it will. This is another thread."""
         name = self._exchange.received
-        if name is not None and signal.Signals[name] in self._former:
-            main = threading.main_thread().ident
-            assert main is not None
-            signal.pthread_kill(main, signal.Signals[name])
+        if name is None or signal.Signals[name] not in self._former:
+            return False
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.Signals[name])
+        return True
 
     @property
     def is_limited(self) -> bool:

@@ -100,24 +100,30 @@ def check_custom(objects: Sequence[object]) -> None:
 _HOST = ("python", "numpy", "torch")
 
 
+def host_generators() -> StateDict:
+    """The states of Python's and NumPy's generators."""
+    return {"python": random.getstate(), "numpy": np.random.get_state()}
+
+
+def torch_generators() -> StateDict:
+    """The states of torch's generators."""
+    state: StateDict = {"torch": torch.get_rng_state()}
+    kind = accelerator_type()
+    if kind is not None:
+        module = module_of(kind)
+        if hasattr(module, "get_rng_state_all"):
+            state[kind] = list(module.get_rng_state_all())
+        elif hasattr(module, "get_rng_state"):
+            state[kind] = [module.get_rng_state()]
+    return state
+
+
 class GlobalGenerators:
     """The generators of this process, as an object with a state."""
 
     def state_dict(self) -> StateDict:
         """Return the states by generator; a list with one state per device for an accelerator."""
-        state: StateDict = {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "torch": torch.get_rng_state(),
-        }
-        kind = accelerator_type()
-        if kind is not None:
-            module = module_of(kind)
-            if hasattr(module, "get_rng_state_all"):
-                state[kind] = list(module.get_rng_state_all())
-            elif hasattr(module, "get_rng_state"):
-                state[kind] = [module.get_rng_state()]
-        return state
+        return {**host_generators(), **torch_generators()}
 
     def load_state_dict(self, state: StateDict) -> list[str]:
         """Restore the generators. Returns a note for each kind of generator that this machine does not have."""

@@ -95,6 +95,7 @@ class ShardedState:
     ) -> None:
         self.update(models, optimizers)
         self._group: dist.ProcessGroup | None = None
+        self._is_separate = False
         # copies of the last background save, used again
         self._copies: dict[tuple[Path, str], torch.Tensor] = {}
 
@@ -136,6 +137,11 @@ class ShardedState:
         if self._group is None and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
 
+    def separate(self) -> None:
+        """Write on a group that nothing else uses, also in a save that blocks."""
+        self.prepare_background()
+        self._is_separate = True
+
     def stage(self, blocking: bool = True, compat: bool = False) -> WriteShards:
         """Capture the current shards of this rank, and return a function that writes them to a folder.
 
@@ -165,7 +171,9 @@ class ShardedState:
         def write(
             folder: Path, error: BaseException | None = None
         ) -> tuple[dict[str, FileRecord], list[str]]:
-            group = None if blocking else self._group
+            group = None
+            if not blocking or self._is_separate:
+                group = self._group
             records: dict[str, FileRecord] = {}
             try:
                 for shards in staged:

@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoints of a run: what is saved and loaded, automatic names, resuming, stopping on request."""
+"""The checkpoints of a run: what is saved and loaded, automatic names, resuming."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import sys
-import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..checkpointing import layout
@@ -25,9 +21,8 @@ from ..checkpointing.layout import DamagedCheckpoint, is_taken
 from ..checkpointing.loading import LoadReport, load_newest, load_options, load_run
 from ..checkpointing.loading import resume as resume_run
 from ..checkpointing.pending import Options
-from ..checkpointing.preemption import DEFAULT_SIGNALS, PreemptionWatch
+from ..checkpointing.preemption import DEFAULT_SIGNALS
 from ..checkpointing.run_state import (
-    GlobalGenerators,
     PendingGradients,
     RankState,
     RunState,
@@ -41,7 +36,6 @@ from ..core.buckets import Bucket, is_bucket
 from ..core.errors import ConfigurationError, MissingCheckpointError
 from ..core.files import location
 from ..core.observers import RunLoop
-from ..core.trees import leaves
 from ..data_loader.loader import PreparedLoader
 from ..logging import MultiProcessAdapter, get_logger, print_or_log
 from ..parallel.base import Strategy
@@ -50,14 +44,12 @@ from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from ..parallel.registry import strategy_key
 from ..parallel.unwrap import extract_model_from_parallel, is_peft_model
 from ..precision.base import Precision
-from ..runtime import marks
-from ..runtime.agreement import Process
-from ..runtime.calls import LEDGER
 from ..runtime.step_exchange import StepExchange
 from ..state import AcceleratorState, GradientState, PartialState
 from ..tracking.group import TrackerGroup
 from .accumulation import Accumulation
 from .objects import RunObjects
+from .preemption import StopController
 
 if TYPE_CHECKING:
     from ..checkpointing.adapters import AdapterLayout
@@ -98,17 +90,18 @@ class RunCheckpoints:
         self.save_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self.load_hooks: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self.controller: ResumeController = ResumeController(self)
+        self.stopper: StopController = StopController(self)
         # Its observers are told of saves and loads. `Accelerator` makes it, after this.
         self.loop: RunLoop = RunLoop()
         # The user's own `get_state_dict`, if there is one. `Accelerator` sets it.
         self.replaced_state_dict: Callable[[], StateOf | None] = lambda: None
         # Whether checkpoints are in the project, with automatic names. `Accelerator` sets it.
         self.saves_in_project: bool = False
-        # of a run that a signal has stopped; None: 128 plus its number
-        self._exit_code: int | None = None
         # The last save or load that is complete: the folder, and the step. And the seconds of the last save.
         self._newest: tuple[str, int] | None = None
         self.save_seconds: float = 0.0
+        # Whether the main thread saves. It stays so after an error.
+        self.is_saving: bool = False
         # Of the save in the background.
         self._in_background: tuple[str, int] | None = None
         self._writer: Writer | None = None
@@ -164,16 +157,18 @@ class RunCheckpoints:
         for observer in self.loop.active:
             observer.before_save()
         if blocking:
-            self._wait_for_writer(for_save=True)
+            self.wait_for_writer(for_save=True)
         else:
             self._writer = self._writer or Writer()
         writer = None if blocking else self._writer
+        self.is_saving = True
         with self._run_state(is_saved=True, is_brief=is_brief) as run:
             state_of = self.replaced_state_dict()
             if run.entire is not None and (layout == "compat" or run.save_hooks or state_of):
                 run = run.entire
             run.state_of = state_of
             saved = save_run(run, folder, process=PartialState(), options=options, writer=writer)
+        self.is_saving = False
         if rotation is not None:
             self._damaged = []
         project.iteration += 1
@@ -243,7 +238,7 @@ class RunCheckpoints:
             average.check_not_applied()
         for observer in self.loop.active:
             observer.before_load()
-        self._wait_for_writer()
+        self.wait_for_writer()
 
     def _leave_ended_epochs(self, report: LoadReport) -> None:
         """After a save in the last batch of an epoch, the loop that counts its steps begins with the next epoch."""
@@ -343,56 +338,15 @@ class RunCheckpoints:
     def resume_at_first_use(self) -> None:
         """Resume when a prepared loader is first read, and stop on the default signals."""
         self._checkpoints_dir("Accelerator(resume='auto')")
-        self.controller.watch_signals(PartialState(), DEFAULT_SIGNALS)
+        self.stopper.watch_signals(PartialState(), DEFAULT_SIGNALS)
         self.controller.is_pending = True
 
     def resume(self, signals: Sequence[str], exit_code: int | None) -> LoadReport | None:
         """See `Accelerator.resume`."""
-        self._exit_code = exit_code
+        self.stopper.exit_code = exit_code
         self._checkpoints_dir("resume()")
-        self.controller.watch_signals(PartialState(), signals)
+        self.stopper.watch_signals(PartialState(), signals)
         return self.controller.resume()
-
-    def save_and_exit(self) -> None:
-        """Save what the time allows, and end this process. Every rank calls it at the same position of the run."""
-        name = self.exchange.agreed
-        assert name is not None
-        # A save in the background is complete first.
-        self._wait_for_writer()
-        left, needed, share = self.exchange.collect(
-            "stop", [self.exchange.seconds_left, self.save_seconds, self._brief_share()]
-        )
-        least = needed * share
-        if left < least:
-            logger.warning(
-                f"stop requested ({name}): not saved, as {left:.1f} s are left and a save takes {least:.1f} s. "
-                f"{self.age_of_newest()}"
-            )
-        else:
-            is_brief = left < needed
-            with torch.inference_mode(False):
-                folder = self.save(is_numbered=True, is_brief=is_brief)
-            without = ""
-            if is_brief:
-                without = (
-                    f" without averages and unfinished gradients, as {left:.1f} s were left and a whole save takes "
-                    f"{needed:.1f} s"
-                )
-            logger.warning(f"stop requested ({name}): saved {folder}{without}")
-        self.trackers.finish()
-        # A launcher stops the other ranks as soon as one has ended with an error code.
-        if self.controller.is_interrupting:
-            self.exchange.collect("stop", [0.0, 0.0, 0.0])
-            _exit(self.exit_code(name))
-        self.state.wait_for_everyone()
-        self.end_training()
-        raise SystemExit(self.exit_code(name))
-
-    def exit_code(self, name: str) -> int:
-        """That of a run that a signal has stopped."""
-        if self._exit_code is None:
-            return 128 + signal.Signals[name]
-        return self._exit_code
 
     def age_of_newest(self) -> str:
         """A sentence about the newest checkpoint."""
@@ -402,58 +356,25 @@ class RunCheckpoints:
         if newest is None:
             return "There is no checkpoint."
         folder, step = newest
-        return f"The newest checkpoint, {folder}, is {self._step() - step} steps old."
-
-    def count_steps(self) -> int:
-        """The steps of optimizers and schedulers so far."""
-        steps = sum(optimizer.steps_made for optimizer in self.objects.optimizers)
-        for scheduler in self.objects.schedulers:
-            # Packages add schedulers of torch to the list themselves.
-            wrapped = getattr(scheduler, "scheduler", scheduler)
-            steps += getattr(wrapped, "last_epoch", 0)
-        return steps
-
-    def _brief_share(self) -> float:
-        """About what share of a checkpoint is neither averages nor unfinished gradients."""
-        weights = 0
-        for prepared in self.objects.models:
-            weights += sum(p.numel() * p.element_size() for p in prepared.inner.parameters())
-        kept = weights
-        for optimizer in self.objects.optimizers:
-            tensors = [value for value in leaves(dict(optimizer.state)) if torch.is_tensor(value)]
-            kept += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        left_out = weights * len(self.objects.averages)
-        if self.accumulation.is_unfinished:
-            left_out += weights
-        return kept / max(kept + left_out, 1)
-
-    def position(self) -> list[int] | None:
-        """Where the run is, if its state is whole outside of its training loop; else None.
-
-        It is whole in an evaluation that follows a step, and between two passes.
-        """
-        models = self.objects.models
-        if any(prepared.inner.training for prepared in models):
-            return None
-        if any(average.is_applied for average in self.objects.averages):
-            return None
-        if self.exchange.is_uneven or not self.controller.is_between_steps(self.count_steps()):
-            return None
-        batches = 0
-        if self.is_sharded:
-            # The ranks read as many batches.
-            batches = marks.batches_read()
-        return [*self.steps_and_calls(), batches]
-
-    def steps_and_calls(self) -> list[int]:
-        """Optimizer steps, epoch, and collectives of this package."""
-        epoch = int(getattr(self.controller.main_loader, "iteration", 0))
-        return [self._step(), epoch, LEDGER.count]
+        return f"The newest checkpoint, {folder}, is {self.step - step} steps old."
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether forwards communicate."""
-        return any(prepared.is_partial for prepared in self.objects.models)
+    def can_interrupt(self) -> bool:
+        """Whether a save needs no collective of the groups by which a forward communicates: each rank has shards."""
+        models = self.objects.models
+        if not any(prepared.is_partial for prepared in models):
+            return True
+        if self.save_hooks or self.objects.averages or self.replaced_state_dict() is not None:
+            return False
+        # They import DTensors, which such a run has imported.
+        from ..parallel.sharded import ShardedModel
+        from ..parallel.sharded_optimizer import has_own_form
+
+        for prepared in models:
+            # Not stages of a pipeline.
+            if not isinstance(prepared, ShardedModel) or prepared.template is not None:
+                return False
+        return not any(has_own_form(optimizer.optimizer) for optimizer in self.objects.optimizers)
 
     def end_training(self) -> None:
         """Finish what runs in the background, close observers and trackers, leave the process group."""
@@ -465,7 +386,7 @@ class RunCheckpoints:
             self._writer = None
         self._locks.release()
         self._shards = None
-        self.controller.close()
+        self.stopper.close()
         self.trackers.finish()
         self.state.destroy_process_group()
 
@@ -503,7 +424,8 @@ class RunCheckpoints:
             )
         return location(output_dir, "save_state: output_dir"), None
 
-    def _wait_for_writer(self, for_save: bool = False) -> None:
+    def wait_for_writer(self, for_save: bool = False) -> None:
+        """Wait for the save in the background, if there is one. `for_save`: before another one."""
         if self._writer is not None:
             self._writer.wait(for_save)
             if self._in_background is not None:
@@ -524,7 +446,7 @@ class RunCheckpoints:
         averages: list[Any] = []
         if not is_brief:
             averages = list(objects.averages)
-            if not self.controller.is_interrupting:
+            if not self.stopper.is_interrupting:
                 gradients = self._pending_gradients()
         if is_saved:
             progress = self._progress(gradients is not None)
@@ -566,14 +488,15 @@ class RunCheckpoints:
 
         return with_adapters(run, self._adapters)
 
-    def _step(self) -> int:
+    @property
+    def step(self) -> int:
         """Optimizer steps that the run has made."""
         steps = max((optimizer.steps_made for optimizer in self.objects.optimizers), default=0)
         return self._steps_before + steps
 
     def _progress(self, has_gradients: bool) -> dict[str, Any]:
         return {
-            "step": self._step(),
+            "step": self.step,
             "epoch": int(getattr(self.controller.main_loader, "iteration", 0)),
             "accumulation_step": self.accumulation.step,
             "window": self.accumulation.state_dict() if has_gradients else {},
@@ -625,6 +548,10 @@ class RunCheckpoints:
     def _sharded_state(self, optimizers: list[PreparedOptimizer]) -> ShardedState | None:
         """How shards are saved, each process its own; None where no model saves shards."""
         models = self.objects.models
+        is_interrupting = self.stopper.is_interrupting
+        if is_interrupting:
+            for prepared in models:
+                prepared.saves_shards = prepared.is_partial
         if not any(prepared.saves_shards for prepared in models):
             return None
         # torch.distributed.checkpoint takes longer to import than all the rest; full states do without it.
@@ -641,6 +568,8 @@ class RunCheckpoints:
             self._shards = ShardedState(models, optimizers)
         # One object for the run: it owns the group on which it writes in the background.
         self._shards.update(models, optimizers)
+        if is_interrupting:
+            self._shards.separate()
         return self._shards
 
 
@@ -661,45 +590,23 @@ def register_hook(
 
 
 class ResumeController:
-    """Resumes before the first pass over a loader, and stops a run where its state is whole.
+    """Resumes before the first pass over a loader, and knows the loaders that the run trains on.
 
     References to the checkpoints and the loaders are weak, so that a run is freed with its last reference.
 
-    A run stops between two batches of the loaders that it trains on: those that were read at an optimizer's step. It
-    also stops at the batches and collectives of an evaluation, if all ranks meet there, and before its first step.
-
     Args:
-        checkpoints: loads the newest checkpoint, saves the run and ends this process.
+        checkpoints: loads the newest checkpoint.
     """
 
     def __init__(self, checkpoints: RunCheckpoints) -> None:
         self._checkpoints = weakref.ref(checkpoints)
-        self._exchange = checkpoints.exchange
         self._report: LoadReport | None = None
         # Whether to resume when a loader is first read, or the report is first requested: all objects are known then.
         self.is_pending: bool = False
-        self._watch: PreemptionWatch | None = None
-        self._is_limited = False
+        # Whether the run has made a step since it was loaded.
+        self.has_stepped: bool = False
         self._loaders: list[weakref.ref[PreparedLoader]] = []
         self._trained: list[weakref.ref[PreparedLoader]] = []
-        # Whether the run has made a step since it was loaded.
-        self._has_stepped = False
-        # Whether a batch to train on was read, and the loop is not done with it. How many steps of optimizers and
-        # schedulers there were when it was read, and how many the loop makes in a batch.
-        self._is_in_batch = False
-        self._steps_at_batch = self._steps_of_batch = 0
-        self._is_stopping = False
-        # Whether an optimizer steps.
-        self.is_in_step: bool = False
-        # Whether there is only the time for a save left, and whether it is made while the main thread is interrupted.
-        self._is_urgent = self._is_handling = False
-        self.is_interrupting: bool = False
-        # With a deadline: the generators before the last batch to train on, unless it is within a window.
-        self._generators: dict[str, Any] | None = None
-        # When the last meeting in an evaluation has ended.
-        self._last_meeting: float | None = None
-
-    # -- resume
 
     @property
     def report(self) -> LoadReport | None:
@@ -713,7 +620,7 @@ class ResumeController:
         checkpoints = self._checkpoints()
         if checkpoints is not None:
             self._report = checkpoints.load_newest_if_any()
-            self._has_stepped = False
+            self.has_stepped = False
         return self._report
 
     def resume_if_pending(self) -> None:
@@ -727,28 +634,35 @@ class ResumeController:
         """Take a prepared loader in."""
         self._loaders.append(weakref.ref(loader))
 
-    def record_step(self) -> None:
-        """An optimizer steps: the loader that is being read is trained on."""
-        self._has_stepped = True
+    def record_step(self) -> bool:
+        """An optimizer steps: the loader that is being read is trained on. Whether it was not known to be."""
+        self.has_stepped = True
         loader = getattr(GradientState().active_dataloader, "origin", None)
-        checkpoints = self._checkpoints()
-        if loader is not None and checkpoints is not None and not self._is_trained(loader):
-            self._trained.append(weakref.ref(loader))
-            self._is_in_batch = True
-            self._steps_at_batch = checkpoints.count_steps()
+        if loader is None or self.is_trained(loader):
+            return False
+        self._trained.append(weakref.ref(loader))
+        return True
 
-    def _is_trained(self, loader: object) -> bool:
-        return any(loader is trained for trained in _alive(self._trained))
+    def is_trained(self, loader: object) -> bool:
+        """Whether the run trains on a loader."""
+        # The rest of an epoch (`skip_first_batches`) is read for the loader that the user prepared.
+        loader = getattr(loader, "origin", loader)
+        return any(loader is trained for trained in self.trained_loaders)
+
+    @property
+    def trained_loaders(self) -> list[PreparedLoader]:
+        """The loaders that were read at an optimizer's step."""
+        return _alive(self._trained)
 
     @property
     def main_loader(self) -> PreparedLoader | None:
         """The loader whose epoch is the run's: the first that was trained on, or the first of all before a step."""
-        return next(iter(_alive(self._trained) or _alive(self._loaders)), None)
+        return next(iter(self.trained_loaders or _alive(self._loaders)), None)
 
     @property
     def main_index(self) -> int | None:
         """Its place among the loaders, where the run has trained."""
-        for trained in _alive(self._trained):
+        for trained in self.trained_loaders:
             for i, loader in enumerate(_alive(self._loaders)):
                 if loader is trained:
                     return i
@@ -764,186 +678,6 @@ class ResumeController:
         """Forget the loaders."""
         self._loaders.clear()
         self._trained.clear()
-
-    # -- stop
-
-    def watch_signals(self, process: Process, signals: Sequence[str]) -> None:
-        """From here on the run stops when one of `signals` has reached any process. Not from another thread."""
-        if self._watch is not None or threading.current_thread() is not threading.main_thread():
-            return
-        self._watch = PreemptionWatch(
-            process, signals, exchange=self._exchange, on_signal=self._handle
-        )
-        self._is_limited = self._watch.is_limited
-        if self._is_limited:
-            threading.Thread(
-                target=self._end_at_deadline, name="accelerate-deadline", daemon=True
-            ).start()
-
-    def request_stop(self) -> None:
-        """Stop the run as if SIGTERM had reached this process."""
-        if self._watch is None:
-            raise ConfigurationError(
-                "request_stop() needs accelerator.resume() or Accelerator(resume='auto') before it, on every process: "
-                "the processes agree on a step from there on"
-            )
-        self._watch.receive("SIGTERM")
-
-    def begin_batch(self, loader: object) -> None:
-        """A loader is about to yield a batch."""
-        checkpoints = self._checkpoints()
-        # Where it is None the run was freed, and one of its loaders is still being read.
-        if checkpoints is None:
-            return
-        self._end_before_first_step(checkpoints)
-        # The rest of an epoch (`skip_first_batches`) is read for the loader that the user prepared.
-        if self._is_trained(getattr(loader, "origin", loader)):
-            self._is_in_batch = True
-            self._steps_at_batch = checkpoints.count_steps()
-
-    def end_batch(self, loader: object) -> None:
-        """The loop is done with a batch of a loader. Stop the run here, if a signal requests it."""
-        checkpoints = self._checkpoints()
-        if checkpoints is None:
-            return
-        if not self._is_trained(getattr(loader, "origin", loader)):
-            self.stop_if_whole()
-            return
-        if self._is_in_batch:
-            steps = checkpoints.count_steps() - self._steps_at_batch
-            self._steps_of_batch = max(self._steps_of_batch, steps)
-            self._is_in_batch = False
-            self._generators = None
-            if self._is_limited and not checkpoints.accumulation.is_unfinished:
-                self._generators = GlobalGenerators().state_dict()
-        if self._exchange.is_agreed:
-            self._stop(checkpoints)
-
-    def stop_if_whole(self) -> None:
-        """Stop the run in an evaluation, if a signal requests it and all ranks are at the same position."""
-        checkpoints = self._checkpoints()
-        if self._exchange.received is None or self._is_stopping or checkpoints is None:
-            return
-        position = checkpoints.position()
-        if position is None:
-            return
-        # A rank that does not come may wait for this one. The others need about as long from one batch to the next.
-        patience = _PATIENCE
-        if self._last_meeting is not None:
-            patience = time.monotonic() - self._last_meeting
-        if self._exchange.meet_to_stop(position, patience):
-            self._stop(checkpoints)
-        self._last_meeting = time.monotonic()
-
-    def is_between_steps(self, steps: int) -> bool:
-        """Whether all steps were made with the batches to train on that were read. `steps`: those so far."""
-        if not self._is_in_batch:
-            return True
-        return 0 < self._steps_of_batch <= steps - self._steps_at_batch
-
-    def _stop(self, checkpoints: RunCheckpoints) -> None:
-        self._is_stopping = True
-        for loader in GradientState().dataloader_references:
-            if isinstance(loader, PreparedLoader) and not self._is_trained(loader.origin):
-                # A resumed run continues after the evaluation.
-                loader.leave_out_rest()
-        checkpoints.save_and_exit()
-
-    def _end_before_first_step(self, checkpoints: RunCheckpoints) -> None:
-        """End this process, if a signal has come and the other ranks know of it, and there is nothing to save."""
-        name = self._exchange.received
-        if self._has_stepped or name is None or not self._exchange.is_spread:
-            return
-        logger.warning(
-            f"stop requested ({name}) before the first step: there is nothing to save. "
-            f"{checkpoints.age_of_newest()}"
-        )
-        raise SystemExit(checkpoints.exit_code(name))
-
-    # -- a deadline
-
-    def _handle(self) -> None:
-        """Act on a signal. The main thread may be anywhere, as in a compilation."""
-        checkpoints = self._checkpoints()
-        if checkpoints is None:
-            return
-        self._end_before_first_step(checkpoints)
-        is_elsewhere = self._is_stopping or self._is_handling or self._exchange.is_busy
-        # Where forwards communicate, a save would communicate in between.
-        if not self._is_urgent or is_elsewhere or checkpoints.is_sharded:
-            return
-        self._is_handling = True
-        # A thread has none of torch's modes that are on here.
-        thread = threading.Thread(target=self._save_in_time, args=(checkpoints,))
-        thread.start()
-        thread.join()
-        self._is_handling = False
-
-    def _save_in_time(self, checkpoints: RunCheckpoints) -> None:
-        """Save and end the process, if the state is whole on all ranks. The main thread waits meanwhile."""
-        position = checkpoints.position()
-        loader = None
-        if position is None:
-            loader = self._batch_loader(checkpoints)
-            if loader is None:
-                return
-            position = [*checkpoints.steps_and_calls(), loader.batches_read]
-        if self._exchange.meet_to_stop(position, self._exchange.seconds_left / 2):
-            self.is_interrupting = True
-            if loader is not None and self._generators is not None:
-                # The batch is read again.
-                GlobalGenerators().load_state_dict(self._generators)
-                loader.return_batch()
-            self._stop(checkpoints)
-
-    def _batch_loader(self, checkpoints: RunCheckpoints) -> PreparedLoader | None:
-        """The loader whose batch the loop has, if the state is that of the step before it; else None."""
-        has_stepped = self.is_in_step or checkpoints.count_steps() != self._steps_at_batch
-        # Of a run that steps in its backwards, none are seen.
-        if has_stepped or not self._steps_of_batch or self._generators is None:
-            return None
-        loaders = [loader for loader in _alive(self._trained) if loader.is_being_read]
-        if self._is_in_batch and len(loaders) == 1 and loaders[0].can_return:
-            return loaders[0]
-        return None
-
-    def _end_at_deadline(self) -> None:
-        """End this process where its main thread does not in time. This is another thread."""
-        while self._watch is not None:
-            left = self._exchange.seconds_left
-            name = self._exchange.received
-            checkpoints = self._checkpoints()
-            if name is not None and checkpoints is not None:
-                if left <= 0:
-                    self._report_end(name, checkpoints)
-                    # The main thread may be in a collective that no other rank comes to.
-                    _exit(checkpoints.exit_code(name))
-                self._is_urgent = left <= _SAFETY * checkpoints.save_seconds + _LEAST
-                if self._is_urgent:
-                    self._watch.notify()
-            del checkpoints
-            time.sleep(min(max(left, 0.01), _LOOK))
-
-    def _report_end(self, name: str, checkpoints: RunCheckpoints) -> None:
-        what = "the ranks have not come to a point where all can save"
-        if self._is_stopping:
-            what = "the save is not complete"
-        logger.warning(
-            f"stop requested ({name}): the time is over, and {what}. {checkpoints.age_of_newest()}"
-        )
-
-    def close(self) -> None:
-        """Restore the handlers of the signals."""
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
-
-
-def _exit(code: int) -> NoReturn:
-    """End the process from another thread than the main one."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _alive(references: list[weakref.ref[PreparedLoader]]) -> list[PreparedLoader]:

@@ -21,6 +21,7 @@ from .batch_weights import BatchWeights
 from .checkpoints import ResumeController
 from .non_finite import NonFiniteGuard
 from .objects import RunObjects
+from .preemption import StopController
 
 
 class MainLoop(RunLoop):
@@ -35,7 +36,8 @@ class MainLoop(RunLoop):
         strategy: the layout.
         items: the accumulation window of backwards with `num_items`.
         guard: leaves steps out, with `Accelerator(non_finite=...)`.
-        controller: resumes and stops the run.
+        controller: resumes the run.
+        stopper: stops the run.
         exchange: by which the ranks agree on the step after which they stop.
     """
 
@@ -48,6 +50,7 @@ class MainLoop(RunLoop):
         items: ItemWindow,
         guard: NonFiniteGuard | None,
         controller: ResumeController,
+        stopper: StopController,
         exchange: StepExchange,
     ) -> None:
         super().__init__()
@@ -58,6 +61,7 @@ class MainLoop(RunLoop):
         self._items = items
         self._guard = guard
         self._controller = controller
+        self._stopper = stopper
         self._exchange = exchange
         # Whether a prepared optimizer has stepped.
         self._steps_are_seen = False
@@ -75,21 +79,21 @@ class MainLoop(RunLoop):
         if self._weights is not None:
             self._weights.add(loader, data)
         if self._exchange.is_watching:
-            self._controller.begin_batch(loader)
+            self._stopper.begin_batch(loader)
         for observer in self.active:
             observer.batch(loader, data)
 
     def end_batch(self, loader: Any) -> None:
         """Stop the run where a signal requests it."""
         if self._exchange.is_watching:
-            self._controller.end_batch(loader)
+            self._stopper.end_batch(loader)
         for observer in self.active:
             observer.end_batch(loader)
 
     def before_collective(self) -> None:
         """Stop an evaluation where a signal requests it."""
         if self._exchange.is_watching:
-            self._controller.stop_if_whole()
+            self._stopper.stop_if_whole()
 
     # -- the step
 
@@ -101,7 +105,7 @@ class MainLoop(RunLoop):
         if self._guard is not None:
             self._guard.add_loss(loss, num_items)
         if not self._steps_are_seen and GradientState().sync_gradients:
-            self._controller.record_step()
+            self._stopper.record_step()
             if self._exchange.is_watching:
                 self._exchange.step()
         for observer in self.active:
@@ -147,9 +151,9 @@ class MainLoop(RunLoop):
                     "resume='auto' loads when a prepared loader is first read, and an optimizer steps before any was: "
                     "read `accelerator.resumed` before the loop"
                 )
-            self._controller.record_step()
+            self._stopper.record_step()
         self._steps_are_seen = True
-        self._controller.is_in_step = True
+        self._stopper.is_in_step = True
         for observer in self.active:
             observer.before_step(optimizer, closure)
         if self._guard is None:
@@ -171,14 +175,14 @@ class MainLoop(RunLoop):
         """Do what the layout does after a step, end the window of items, update averages, exchange signals."""
         for call in self.strategy.after_step:
             call()
-        self._controller.is_in_step = False
+        self._stopper.is_in_step = False
         self._items.spent = False
         objects = self._objects()
         if objects is not None:
             for average in objects.averages:
                 average.after_step(optimizer)
         if self._exchange.is_watching:
-            self._controller.record_step()
+            self._stopper.record_step()
             self._exchange.step()
         for observer in self.active:
             observer.after_step(optimizer)

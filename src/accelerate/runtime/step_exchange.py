@@ -79,7 +79,7 @@ class StepExchange:
         self.agreed: str | None = None
         self.is_watching: bool = False
         self.is_spread: bool = process.num_processes == 1
-        self.on_spread: Callable[[], None] | None = None
+        self.on_spread: Callable[[], object] | None = None
         self.deadline: float = math.inf
         self.is_busy: bool = False
         self._world = process.num_processes
