@@ -81,17 +81,22 @@ def test_where_the_ranks_are_that_do_not_come(tmp_path):
         accelerator.backward(model(torch.ones(1, 4)).sum())
 
     scenes = [
-        (compute, rf"has waited \d s: rank 2 is in `compute` \({__file__}:", "`gather`", gather),
+        (
+            compute,
+            r"has waited \d s:\n  - rank 2 is in `compute` \(\S*test_hang.py:",
+            "`gather`",
+            gather,
+        ),
         (
             wait,
-            r"has waited \d s: rank 2 .* 0\.\d s of CPU time",
+            r"has waited \d s:\n  - rank 2 .* 0\.\d s of CPU time",
             "all_reduce of `accelerator.backward`",
             backward,
         ),
-        (wait, r"has waited \d s: rank 2 is in `wait`", "`gather`", gather),
+        (wait, r"has waited \d s:\n  - rank 2 is in `wait`", "`gather`", gather),
         (
             stop,
-            rf"stands still for \d s: rank 2 is stopped \(process {pid}\): SIGSTOP",
+            rf"stands still for \d s:\n  - rank 2 is stopped \(process {pid}\): SIGSTOP",
             "`gather`",
             gather,
         ),
@@ -116,7 +121,7 @@ def test_where_the_ranks_are_that_do_not_come(tmp_path):
             assert told.wait(60)
             (text,) = reports
             assert re.match(f"The run {words}", text), text
-            assert re.search(rf"ranks 0, 1 wait in {place} \({re.escape(__file__)}:", text), text
+            assert re.search(rf"ranks 0, 1 wait in {place} \(\S*test_hang.py:", text), text
             assert "Every rank must call" not in text
             if number == 2:
                 folder = Path(
@@ -124,7 +129,9 @@ def test_where_the_ranks_are_that_do_not_come(tmp_path):
                 )
                 assert folder.parent == tmp_path
                 pages = [(folder / f"rank_0000{rank}.txt").read_text() for rank in range(3)]
-                assert all(f"  gather float32 [2]  {__file__}:" in page for page in pages), pages
+                assert all(
+                    "  gather float32 [2]  " in page and "test_hang.py:" in page for page in pages
+                ), pages
                 assert (
                     f'File "{__file__}"' in pages[1]
                     and " in gather" in pages[1]
@@ -182,7 +189,7 @@ def test_a_slow_rank_does_not_end_the_run():
     first, _ = run_ranks(
         EXAMPLES / "straggler.py", 2, env={"ACCELERATE_HANG_REPORT": "2"}, timeout=60
     )
-    assert re.search(r" \d s: rank 1 is in `augment` \(", first.stderr), first.stderr
+    assert re.search(r" \d s:\n  - rank 1 is in `augment` \(", first.stderr), first.stderr
     assert "trained 8 steps" in first.stdout
 
 
@@ -208,7 +215,7 @@ def test_a_mismatch_is_reported_long_before_the_limit():
     assert float(limit) == 40
     assert "gather of float32 [4] on rank 0" in text
     assert "all_reduce of float32 [3] on rank 1" in text
-    assert int(re.match(r"The run stands still for (\d+) s: ", text)[1]) < 20, text
+    assert int(re.match(r"The run stands still for (\d+) s:", text)[1]) < 20, text
 
 
 @on_ranks(2)
@@ -222,9 +229,7 @@ def test_the_limit_and_the_end_of_the_watch():
     accelerator.wait_for_everyone()
     text = communication.explanation("`gather`", RuntimeError("Connection closed by peer"))
     rank = accelerator.process_index
-    assert (
-        f"The last collectives of rank {rank} before it: wait_for_everyone ({__file__}:" in text
-    ), text
+    assert f"The last collectives of rank {rank} before it: wait_for_everyone (" in text, text
     accelerator.wait_for_everyone()
     if rank == 0:
         # As a failed process that hosts the store.

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import logging
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def test_no_backward(caplog):
 def here(offset):
     """The place of a line of the caller, so many lines after this call."""
     frame = inspect.currentframe().f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno + offset}: "
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno + offset}: "
 
 
 def two_models(accelerator):

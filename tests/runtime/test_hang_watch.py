@@ -2,6 +2,7 @@
 """The text of a report from the statuses of the ranks, the ledger behind them, and places in a stack."""
 
 import threading
+from pathlib import Path
 
 import torch
 
@@ -52,12 +53,13 @@ def gather(**options):
 def test_ranks_in_different_collectives():
     other = gather(pending=[(57, "all_to_all", "uint8 [64]")])
     lines = explain({0: backward(), 1: backward(), 2: backward(), 3: other}, {}).splitlines()
-    assert " 12 s: ranks 0-2 wait in all_reduce of `accelerator.backward` (train.py:91)" in lines[0]
-    assert "rank 3 waits in `gather` (train.py:88)" in lines[0]
-    assert lines[1].startswith("  - collective 57 of the process group 0/default_pg differs: ")
-    operations = lines[1].partition("differs: ")[2]
+    assert lines[0].endswith(" 12 s:")
+    assert lines[1] == "  - ranks 0-2 wait in all_reduce of `accelerator.backward` (train.py:91)"
+    assert lines[2] == "  - rank 3 waits in `gather` (train.py:88)"
+    assert lines[3].startswith("  - collective 57 of the process group 0/default_pg differs: ")
+    operations = lines[3].partition("differs: ")[2]
     assert operations == ("all_reduce of float32 [9] on ranks 0-2, gather of float32 [4] on rank 3")
-    assert "the same collectives" in lines[2]
+    assert "the same collectives" in lines[4]
     text = explain({0: backward(), 1: backward("[18]")}, {})
     assert "all_reduce of float32 [9] on rank 0" in text
     assert "all_reduce of float32 [18] on rank 1" in text
@@ -67,11 +69,11 @@ def test_ranks_in_different_collectives():
 def test_ranks_that_are_not_in_a_collective():
     saves = status("save_state", "train.py:70", cpu=11.0)
     text = explain({0: saves, 1: gather(), 2: gather()}, {})
-    assert " 12 s: rank 0 is in `save_state` (train.py:70), with 11.0 s of CPU" in text
+    assert " 12 s:\n  - rank 0 is in `save_state` (train.py:70), with 11.0 s of CPU" in text
     assert "ranks 1, 2 wait in `gather` (train.py:88)" in text and "Every rank" not in text
     text = explain({0: backward()}, {1: "has ended", 2: "", 3: "is stopped (process 7)"})
-    assert " 12 s: no answer from rank 2 (stopped, killed" in text
-    assert "; rank 1 has ended; rank 3 is stopped (process 7)" in text
+    assert " 12 s:\n  - no answer from rank 2 (stopped, killed" in text
+    assert "\n  - rank 1 has ended\n  - rank 3 is stopped (process 7)" in text
     # A child process that computes is named.
     text = explain({0: status("run", child="77 (python work.py)"), 1: gather()}, {})
     assert "rank 0 is in `run`" in text and "77 (python work.py)" in text
@@ -113,7 +115,7 @@ def test_the_ledger_keeps_the_last_collectives():
     last = ledger.enter(Call("reduce", [torch.ones(2)]))
     assert ledger.current() is last and last.file == __file__ and last.data_in_words() == "list"
     assert ledger.count == 101 and len(ledger.entries) == 64
-    assert [text.rpartition(":")[0] for text in ledger.ended(3)] == [f"gather ({__file__}"] * 3
+    assert all(f"{Path(__file__).name}:" in text for text in ledger.ended(3))
 
 
 def test_places():
@@ -138,5 +140,5 @@ def test_places():
 
     for batch in torch.utils.data.DataLoader(Data()):
         Model()(batch.requires_grad_()).sum().backward()
-    assert all(place.line.startswith(f"{__file__}:") for place in seen.values()), seen
+    assert all(f"{Path(__file__).name}:" in place.line for place in seen.values()), seen
     assert stacks.place_in("", 1).line.startswith("no line")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import numpy
 import pytest
@@ -79,7 +80,10 @@ def test_values_before_the_start_are_missed_with_a_warning(tmp_path, caplog):
     accelerator.init_trackers("run")
     accelerator.log({"loss": 2.0}, step=1)
     (record,) = caplog.records
-    assert f"{__file__}:{line}" in record.getMessage() and "init_trackers" in record.getMessage()
+    assert (
+        f"{Path(__file__).name}:{line}" in record.getMessage()
+        and "init_trackers" in record.getMessage()
+    )
     assert [row["step"] for row in read_values(tmp_path / "run")] == [1]
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import re
@@ -40,7 +41,15 @@ def user_frame() -> FrameType:
 def user_line() -> str:
     """File and line outside this package and torch that called into them."""
     frame = user_frame()
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return line_in_words(frame.f_code.co_filename, frame.f_lineno)
+
+
+def line_in_words(path: str, number: int) -> str:
+    """`path:number`, where the path is relative to the current folder if it is below it."""
+    # Another process may have removed the current folder.
+    with contextlib.suppress(OSError):
+        path = path.removeprefix(os.getcwd() + os.sep)
+    return f"{path}:{number}"
 
 
 def is_users(path: str) -> bool:
@@ -67,5 +76,5 @@ def user_line_of(text: str) -> str:
     for frames in (frames_of(text), frames_of(text, -1)):
         for frame in frames:
             if is_users(frame.path):
-                return f"{frame.path}:{frame.line}"
+                return line_in_words(frame.path, frame.line)
     return ""

@@ -18,7 +18,7 @@ import torch
 
 from ..core import trees
 from ..core.objects import ranks_in_words
-from ..core.stacks import user_frame, user_line
+from ..core.stacks import line_in_words, user_frame, user_line
 
 # What is compared, in this order: the first difference is reported.
 ASPECTS = ("operation", "options", "structure", "dtypes", "dimensions", "shapes")
@@ -63,7 +63,7 @@ class Entry:
 
     def place(self) -> str:
         """The user's file and line."""
-        return f"{self.file}:{self.line}"
+        return line_in_words(self.file, self.line)
 
 
 class CollectiveLedger:

@@ -455,7 +455,8 @@ def explain(statuses: Mapping[int, Status], absent: Mapping[int, str]) -> str | 
         begin = "The run has waited"
     else:
         begin = "The run stands still for"
-    lines = [f"{begin} {seconds}: {'; '.join(clauses + waits)}."]
+    lines = [f"{begin} {seconds}:"]
+    lines += [f"  - {line}" for line in clauses + waits]
     differing = _differences(statuses, waiting)
     before = {}
     for rank, status in statuses.items():

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..core.stacks import PACKAGE, frames_of, is_users
+from ..core.stacks import PACKAGE, frames_of, is_users, line_in_words
 
 _KEY = "accelerate/hang_folder"
 _DEBUGGERS = re.compile(r"[/\\\\](pdb|bdb|pydevd\w*)\.py$|[/\\\\]debugpy[/\\\\]")
@@ -60,7 +60,7 @@ def place_in(text: str, thread: int) -> StackPlace:
     within = user.function
     if within == "<module>":
         within = ""
-    return StackPlace(f"{user.path}:{user.line}", within, calls)
+    return StackPlace(line_in_words(user.path, user.line), within, calls)
 
 
 def folder(store: Any) -> str:
