@@ -45,6 +45,7 @@ from .parallel.base import Bundle, Strategy
 from .parallel.ddp.strategy import sync_in_backward
 from .parallel.items import ItemWindow
 from .parallel.optimizer_step import build_step
+from .parallel.packed import PackedRows
 from .parallel.placeholders import refuse_placeholder
 from .parallel.prepared import PreparedModel, added_parameter
 from .parallel.unwrap import add_forward_methods, check_names, extract_model_from_parallel
@@ -571,6 +572,9 @@ class Accelerator(RunInterface):
             self.strategy.sync_rng_state()
         for prepared in fresh:
             prepared.module._is_accelerate_prepared = True  # type: ignore[assignment]
+            refused_by = "" if self.strategy.separates_documents else self.strategy.name
+            prepared.packed = PackedRows(self.strategy.sequence, refused_by)
+            prepared.packed.watch(prepared.module)
             if self.device_placement and self.dataloader_config.device_placement == "lazy":
                 move = functools.partial(
                     _move_inputs, self.device, self.dataloader_config.non_blocking

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -155,8 +156,6 @@ def get_model_tp_size(model: nn.Module) -> int | None:
 
 def is_dtensor(parameter: torch.Tensor) -> bool:
     """Whether a tensor is a DTensor. The class takes long to import; where it is not loaded, there is none."""
-    import sys
-
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(parameter, tensors.DTensor)
 
@@ -166,3 +165,10 @@ def is_wrapper_subclass(tensor: object) -> bool:
     kind = type(tensor)
     protocol = hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
     return protocol and isinstance(tensor, torch.Tensor)
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that compiled code calls as it is: collectives inside an autograd function are not traced."""
+    if "torch._dynamo" in sys.modules:
+        function = torch.compiler.disable(function)
+    return function

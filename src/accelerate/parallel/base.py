@@ -93,6 +93,7 @@ class Strategy:
         data_group: the ranks that read the other shards of the data, at this rank's place in all other dimensions of
             the mesh; None for all.
         sequence: splits sequences over ranks; None if none is split.
+        separates_documents: whether a forward of a prepared model computes the documents of packed rows separately.
     """
 
     name = "single process"
@@ -104,6 +105,7 @@ class Strategy:
     gradient_group: dist.ProcessGroup | None = None
     data_group: dist.ProcessGroup | None = None
     sequence: ContextParallel | None = None
+    separates_documents = True
 
     def __init__(self, device: torch.device, precision: Precision) -> None:
         self.device = device
@@ -199,7 +201,11 @@ class Strategy:
         scaler = self.precision.scaler
         if scaler is not None:
             loss = scaler.scale(loss)
-        loss.backward(**kwargs)
+        with contextlib.ExitStack() as separated:
+            for prepared in self.prepared:
+                if prepared.packed is not None:
+                    separated.enter_context(prepared.packed.recomputing())
+            loss.backward(**kwargs)
 
     def backward_items(
         self,

@@ -52,16 +52,16 @@ def replaced_attention(
     attend: Callable[..., torch.Tensor], names: Iterable[tuple[str, str]]
 ) -> Iterator[None]:
     """A block in which `names` have the value `attend`; with the row off, they stay."""
-    replaced = set[tuple[str, str]]()
+    former = {}
     if ATTENTION_NAMES.is_on:
-        replaced.update(names)
-    for source, name in replaced:
-        setattr(sys.modules[source], name, attend)
+        for source, name in names:
+            former[source, name] = getattr(sys.modules[source], name)
+            setattr(sys.modules[source], name, attend)
     try:
         yield
     finally:
-        for source, name in replaced:
-            setattr(sys.modules[source], name, plain_attention)
+        for (source, name), function in former.items():
+            setattr(sys.modules[source], name, function)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.attention.bias import causal_lower_right
 
 from ...core import devices
+from ...core.documents import Documents, joined
 from ...torch_internals.attention import plain_attention
 from .exchange import copies_of_heads, full_keys, split_rows, spread_inputs, sum_dtype
 from .masks import MaskReader
@@ -32,6 +33,8 @@ class AttentionCall:
     scale: float | None
     # (batch, length): the keys of the sequence that are not padding; None for all.
     keep: torch.Tensor | None = None
+    # The documents of packed rows: keys of other ones are hidden.
+    documents: Documents | None = None
     # Whether queries were (batch, rows, width): the first of three dimensions of a mask is then the batch.
     flat: bool = False
 
@@ -95,20 +98,22 @@ class SplitAttention:
                 enable_gqa=query.shape[1] != key.shape[1],
             )
 
-    def without_padding(
+    def only_shown(
         self, mask: torch.Tensor | None, causal: bool, call: AttentionCall, rows: torch.Tensor
     ) -> tuple[torch.Tensor | None, bool]:
-        """(the mask without keys that are padding, whether attention is causal instead), for rows at positions."""
-        if call.keep is None:
+        """(the mask without padding and other documents, whether attention is causal instead), at these rows."""
+        shown = call.keep
+        if shown is not None:
+            shown = shown[:, None, None]
+        if call.documents is not None:
+            numbers = call.documents.numbers
+            is_same = numbers[:, None, rows, None] == numbers[:, None, None]
+            shown = joined(shown, is_same)
+        if shown is None:
             return mask, causal
-        shown = call.keep[:, None, None]
         if causal:
             shown = shown & (rows[:, None] >= torch.arange(shown.shape[-1], device=rows.device))
-        if mask is None:
-            return shown, False
-        if mask.dtype == torch.bool:
-            return mask & shown, False
-        return mask.masked_fill(~shown, float("-inf")), False
+        return joined(mask, shown), False
 
 
 class ContextAttention(SplitAttention):
@@ -140,7 +145,7 @@ class ContextAttention(SplitAttention):
             mask, causal = self.masks.own_rows(call.mask, query, call.flat)
         key, value = full_keys(key, value, self.group, self.layout, self.all_to_all)
         rows = self.layout.rows(key.shape[2], query.device)
-        mask, causal = self.without_padding(mask, causal, call, rows)
+        mask, causal = self.only_shown(mask, causal, call, rows)
         if not causal:
             return self.attend(query, key, value, call, mask)
         # Each of this rank's chunks sees the keys up to its own end.
@@ -180,7 +185,7 @@ class SequenceAttention(SplitAttention):
             mask, causal = self.masks.own_heads(call.mask, query, call.flat)
         query, key, value = spread_inputs(query, key, value, self.group, ranks)
         rows = torch.arange(query.shape[2], device=query.device)
-        mask, causal = self.without_padding(mask, causal, call, rows)
+        mask, causal = self.only_shown(mask, causal, call, rows)
         out = self.attend(query, key, value, call, mask, causal)
         return split_rows(out, self.group, ranks)
 

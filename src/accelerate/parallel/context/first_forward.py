@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import sys
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +14,12 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...collectives.objects import gather_each
-from ...core import devices, trees
+from ...core import trees
 from ...core.errors import ConfigurationError
 from ...core.modules import class_name, is_wrapper_subclass
 from ...logging import MultiProcessAdapter, get_logger
 from ...torch_internals.compiled import uncompiled
-from ..gradients import local
-from ..unwrap import canonical_name
+from ..watched_forward import WatchedForward, relative_error, unchanged
 from .exchange import gather_rows
 
 if TYPE_CHECKING:
@@ -31,10 +28,6 @@ if TYPE_CHECKING:
 logger: MultiProcessAdapter = get_logger(__name__)
 
 _TOKENS = 64
-# Models compute norms and rotations in float32, whatever their dtype.
-_FLOAT32 = torch.finfo(torch.float32).eps
-# Accelerators may multiply float32 in TF32.
-_TF32 = 2.0**-10
 
 
 def compare_first(
@@ -84,46 +77,6 @@ def compare_first(
     )
 
 
-class _Forward:
-    """What went into modules and came out of them, in order."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, list[torch.Tensor]] = {}
-        # Of the coarsest dtype.
-        self.epsilon: float = _FLOAT32
-        self.running: list[str] = ["the loop"]
-
-    def add(self, what: str, data: object) -> None:
-        """Keep the floating-point tensors of nested data; a later operation may write to the originals."""
-        tensors = self.tensors.setdefault(what, [])
-        for tensor in trees.leaves(data):
-            if not tensor.is_floating_point():
-                continue
-            self.epsilon = max(self.epsilon, torch.finfo(tensor.dtype).eps)
-            if tensor.device.type != "cpu":
-                self.epsilon = max(self.epsilon, _TF32)
-            tensors.append(local(tensor).detach().clone())
-
-    def watch(self, model: nn.Module, handles: contextlib.ExitStack) -> None:
-        """Keep what goes into each module of a model and what comes out, until `handles` are closed."""
-        for path, module in model.named_modules():
-            name = class_name(module)
-            if path:
-                name = f"{canonical_name(path)} ({name})"
-            enter = functools.partial(self._enter, name)
-            leave = functools.partial(self._leave, name)
-            handles.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            handles.callback(module.register_forward_hook(leave).remove)
-
-    def _enter(self, name: str, module: nn.Module, args: object, kwargs: object) -> None:
-        self.add(f"what {self.running[-1]} gives to {name}", (args, kwargs))
-        self.running.append(name)
-
-    def _leave(self, name: str, module: nn.Module, args: object, output: object) -> None:
-        self.running.pop()
-        self.add(f"the output of {name}", output)
-
-
 class _Cut:
     """The first tokens of a batch, which a model computes whole, and split as the batch is."""
 
@@ -149,8 +102,8 @@ class _Cut:
             if dimension % full.dim():
                 self.samples.add(full.shape[0])
         self.region: SequenceRegion = replace(
-            batch, length=length, full_tensors=WeakTensorKeyDictionary(self.first), keep=None, packed=None, sent={},
-            _positions=None,
+            batch, length=length, full_tensors=WeakTensorKeyDictionary(self.first), keep=None, packed=None,
+            documents=None, sent={}, _positions=None,
         )  # fmt: skip
         for tensor in trees.leaves(inputs):
             if tensor not in self.first:
@@ -173,12 +126,12 @@ class _Cut:
                 first = first.narrow(dimension, 0, self.region.length)
         return first, None
 
-    def forward(self, is_split: bool, by_module: bool) -> _Forward:
+    def forward(self, is_split: bool, by_module: bool) -> WatchedForward:
         """Compute the cut; keep the output, or what goes into all modules and comes out of them."""
         region = None
         if is_split:
             region = self.region
-        computed = _Forward()
+        computed = WatchedForward()
 
         def rows(tensor: torch.Tensor) -> torch.Tensor:
             first, dimension = self.first[tensor]
@@ -193,7 +146,7 @@ class _Cut:
             return rows(tensor)
 
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_unchanged(self.model, self.parallel.random.kinds))
+            stack.enter_context(unchanged(self.model, self.parallel.random.kinds))
             stack.enter_context(torch.no_grad())
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -210,7 +163,7 @@ class _Cut:
                 computed.add("the output", output)
         return computed
 
-    def difference(self, whole: _Forward, split: _Forward, by_module: bool) -> str:
+    def difference(self, whole: WatchedForward, split: WatchedForward, by_module: bool) -> str:
         """Where two forwards part; empty if the last tensors that can be compared are equal up to rounding."""
         tolerance = 2 * math.sqrt(max(whole.epsilon, split.epsilon))
         first = ""
@@ -239,7 +192,7 @@ class _Cut:
             # Without a dimension of samples, it is a statistic over all tokens.
             if is_loss or (self.samples and whole.shape[0] not in self.samples):
                 return math.nan
-            return _relative(whole, split)
+            return relative_error(whole, split)
         if whole.dim() != split.dim():
             return math.inf
         if len(changed) > 1:
@@ -256,54 +209,5 @@ class _Cut:
             by_sample = whole.unflatten(dimension, (-1, length))
             part = self.region.layout.take(by_sample, dimension + 1)
             parts.append(part.flatten(dimension, dimension + 1))
-        errors = [_relative(part, split) for part in parts if part.shape == split.shape]
+        errors = [relative_error(part, split) for part in parts if part.shape == split.shape]
         return min(errors, default=math.inf)
-
-
-def _relative(expected: torch.Tensor, actual: torch.Tensor) -> float:
-    """The largest difference of a row to the size of rows; NaN if all are 0."""
-    is_finite = expected.isfinite()
-    rows = torch.where(is_finite, expected, 0).double()
-    differences = torch.where(is_finite, actual.double() - expected, 0)
-    if expected.dim() > 1:
-        rows = rows.norm(dim=-1)
-        differences = differences.norm(dim=-1)
-    largest = differences.nan_to_num(nan=math.inf).abs().max()
-    return float(largest / rows.square().mean().sqrt())
-
-
-@contextlib.contextmanager
-def _unchanged(model: nn.Module, kinds: Iterable[str]) -> Iterator[None]:
-    """A block in which a model does not train, and after which it and random generators are as before.
-
-    Raises RuntimeError for a block that draws random numbers.
-    """
-    sources = [devices.generator_module(kind) for kind in kinds]
-    states = [source.get_rng_state() for source in sources]
-    attributes, lists, buffers = [], [], []
-    for module in model.modules():
-        values = dict(vars(module))
-        attributes.append((module, values))
-        for name, value in values.items():
-            if isinstance(value, list) and not name.startswith("_"):
-                lists.append((value, value.copy()))
-        for name, buffer in module.named_buffers(recurse=False):
-            buffers.append((module, name, buffer, buffer.clone()))
-        module.training = False
-    try:
-        yield
-        for source, state in zip(sources, states, strict=True):
-            if not torch.equal(source.get_rng_state(), state):
-                raise RuntimeError("it draws random numbers")
-    finally:
-        for source, state in zip(sources, states, strict=True):
-            source.set_rng_state(state)
-        for module, values in attributes:
-            vars(module).clear()
-            vars(module).update(values)
-        for content, entries in lists:
-            content[:] = entries
-        for module, name, buffer, before in buffers:
-            setattr(module, name, buffer)
-            if not torch.equal(buffer, before):
-                buffer.copy_(before)

@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...config.parallel import DeepSpeedSequenceParallelConfig, TorchContextParallelConfig
+from ...core.documents import FIELDS, IGNORED, Documents
 from ...core.errors import ConfigurationError
-from ...core.modules import class_name
+from ...core.modules import class_name, untraced
 from ...data_loader.prepare import skip_first_batches
 from ...logging import MultiProcessAdapter, get_logger
 from ...parallelism_config import ParallelismConfig
@@ -33,6 +34,7 @@ from ...torch_internals.attention import (
 )
 from ...torch_internals.compiled import uncompiled
 from ..report.figures import CommunicationVolume
+from ..transformers_inputs import outermost, replace_arguments
 from . import transformers_models
 from .attention import (
     AttentionCall,
@@ -64,6 +66,8 @@ class SequenceRegion:
     # Of sequences packed in rows: (positions, number of the sequence) of all columns; False without them, None before
     # a model has its inputs.
     packed: tuple[torch.Tensor, torch.Tensor] | Literal[False] | None = None
+    # The documents of the sequences, if the batch has their lengths.
+    documents: Documents | None = None
     # Whether a loader added positions that count every row.
     counted: bool = False
     sent: Sent = field(default_factory=dict)
@@ -202,7 +206,7 @@ class ContextParallel:
         self._open_blocks += 1
         if self._open_blocks > 1:
             return
-        attend = transformers_models.untraced(self.attend)
+        attend = untraced(self.attend)
         self._replaced.enter_context(replaced_attention(attend, self._names))
         self._replaced.enter_context(transformers_models.registered(self))
         if not self.layout.balanced:
@@ -285,18 +289,26 @@ class ContextParallel:
         if counted:
             inputs["position_ids"] = torch.arange(length, device=device).expand(samples, -1)
         labels = inputs.pop("labels", None)
+        documents = Documents.of_batch(inputs, samples, length, device)
+        if documents is not None:
+            if counted:
+                inputs["position_ids"] = documents.positions
+                counted = False
+            if labels is not None:
+                labels = documents.trained_labels(labels)
         if labels is not None and inputs.get("shift_labels") is None:
-            inputs["shift_labels"] = nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
+            inputs["shift_labels"] = nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
         region = SequenceRegion(
             self.layout,
             self.group,
             length,
             WeakTensorKeyDictionary(),
             strict=False,
+            documents=documents,
             counted=counted,
         )
         for name, value in inputs.items():
-            if _is_sequence(value, length):
+            if name not in FIELDS and _is_sequence(value, length):
                 inputs[name] = part = self.layout.take(value, 1)
                 self._loader_batches[part] = region
                 # Only token ids, labels and positions are needed again in full.
@@ -337,7 +349,7 @@ class ContextParallel:
         self._watched.add(model)
         plain = uncompiled(model)
         self._names |= names_of_attention(plain)
-        inner = _outermost(plain)
+        inner = outermost(plain)
         for part in inner:
             if part is not plain:
                 part.register_forward_pre_hook(_Inputs(self, part, part), with_kwargs=True)
@@ -410,7 +422,9 @@ class ContextParallel:
         _check_shapes(query, key, value, region)
         query, key, value = _broadcast(query, key, value)
         flat = query.dim() == 3
-        call = AttentionCall(attn_mask, dropout_p, is_causal, scale, region.keep, flat)
+        call = AttentionCall(
+            attn_mask, dropout_p, is_causal, scale, region.keep, region.documents, flat
+        )
         kind = query.device.type
         if torch.is_autocast_enabled(kind):
             # As torch's function under autocast: rotated queries may be float32 with values of low precision.
@@ -479,7 +493,7 @@ class _Inputs:
             return None
         if self.compares:
             self.compares = False
-            compare = transformers_models.untraced(compare_first)
+            compare = untraced(compare_first)
             compare(self.parallel, model, region, args, kwargs)
         changed = {}
         if self.takes_positions and (inputs.get("position_ids") is None or region.counted):
@@ -497,9 +511,7 @@ class _Inputs:
             changed.update(adapted)
         if not changed:
             return None
-        for name in [name for name in changed if name in bound.arguments and name not in kwargs]:
-            bound.arguments[name] = changed.pop(name)
-        return bound.args[: len(args)], {**kwargs, **changed}
+        return replace_arguments(bound, args, kwargs, changed)
 
 
 def _split_input(inputs: Mapping[str, object], rows: int) -> torch.Tensor | None:
@@ -510,13 +522,6 @@ def _split_input(inputs: Mapping[str, object], rows: int) -> torch.Tensor | None
         if _is_sequence(value, rows):
             return value
     return None
-
-
-def _outermost(model: nn.Module) -> list[nn.Module]:
-    """The transformers models in a model that are not inside another."""
-    if transformers_models.is_transformers_model(model):
-        return [model]
-    return [part for child in model.children() for part in _outermost(child)]
 
 
 def _is_sequence(value: object, length: int) -> TypeGuard[torch.Tensor]:

@@ -12,22 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ...core.documents import IGNORED
 from ...core.errors import ConfigurationError
+from ...core.modules import untraced
+from ..transformers_inputs import shifts_labels
 from .exchange import gather_rows
 from .masks import compact
 
 if TYPE_CHECKING:
     from .region import ContextParallel, SequenceRegion
 
-_IGNORED = -100
 # The implementation of attention that models have whose sequences are split.
 _IMPLEMENTATION = "sdpa"
-
-
-def is_transformers_model(module: nn.Module) -> bool:
-    """Whether `module` is a model of transformers. Does not import that package."""
-    library = sys.modules.get("transformers.modeling_utils")
-    return library is not None and isinstance(module, library.PreTrainedModel)
 
 
 def adapt_inputs(
@@ -59,11 +55,9 @@ def adapt_inputs(
         ):
             region.packed = packed_sequences(positions, region)
     labels = inputs.get("labels")
-    if isinstance(labels, torch.Tensor) and inputs.get("shift_labels") is None:
-        losses = sys.modules.get("transformers.loss.loss_utils")
-        if losses is not None and getattr(model, "loss_function", None) is losses.ForCausalLMLoss:
-            # The loss that the model computes by itself compares row i with label i + 1.
-            changed["shift_labels"] = shifted(labels, region)
+    has_shifted = inputs.get("shift_labels") is not None
+    if isinstance(labels, torch.Tensor) and not has_shifted and shifts_labels(model):
+        changed["shift_labels"] = shifted(labels, region)
     return changed
 
 
@@ -120,7 +114,9 @@ def shifted(labels: torch.Tensor, region: SequenceRegion) -> torch.Tensor:
             "after a rank's last row is another rank's. Add `labels` to the buffers and pass the same tensor, or "
             "shift them first and give shift_labels."
         )
-    return region.layout.take(F.pad(full[..., 1:], (0, 1), value=_IGNORED), -1)
+    if region.documents is not None:
+        full = region.documents.trained_labels(full)
+    return region.layout.take(F.pad(full[..., 1:], (0, 1), value=IGNORED), -1)
 
 
 # -- functions of transformers while sequences are split
@@ -146,13 +142,6 @@ def registered(parallel: ContextParallel) -> Iterator[None]:
             stack.callback(masks.register, _IMPLEMENTATION, former)
             masks.register(_IMPLEMENTATION, untraced(full_masks(former, parallel)))
         yield
-
-
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that compiled code calls as it is: collectives inside an autograd function are not traced."""
-    if "torch._dynamo" in sys.modules:
-        function = torch.compiler.disable(function)
-    return function
 
 
 def split_attention(

@@ -43,6 +43,7 @@ class PipelineParallel(ShardedStrategy):
     """Each rank has some blocks of the model; micro-batches pass through the ranks."""
 
     name = "pipeline parallel"
+    separates_documents = False
 
     def __init__(
         self,

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documents of packed rows: where each begins, its positions, and the mask that keeps attention inside of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from .errors import ConfigurationError
+
+# The arguments of a forward that say how long documents are.
+FIELDS = ("seq_lens", "cu_seqlens")
+# A label that is not trained on.
+IGNORED = -100
+
+
+class Documents:
+    """The documents in the rows of a batch. Every token belongs to one.
+
+    Args:
+        lengths: the lengths of the documents in each row; rows are equally long.
+        device: of the tensors.
+
+    Fields:
+        lengths: as given.
+        numbers: (rows, length): the number of each token's document in the batch.
+    """
+
+    def __init__(self, lengths: list[list[int]], device: torch.device | None = None) -> None:
+        self.lengths = lengths
+        flat = torch.tensor([size for row in lengths for size in row])
+        numbers = torch.arange(len(flat)).repeat_interleave(flat)
+        self.numbers: torch.Tensor = numbers.view(len(lengths), -1).to(device)
+        # Masks, with the masks that they were joined with.
+        self._masks: dict[tuple[bool, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+
+    @classmethod
+    def of_batch(
+        cls, batch: Mapping[str, Any], rows: int, length: int, device: torch.device | None = None
+    ) -> Documents | None:
+        """The documents that a batch of so many rows has; None without `seq_lens` and `cu_seqlens`.
+
+        Raises:
+            ConfigurationError: naming the field, for lengths that are not those of documents in these rows.
+        """
+        field = next((name for name in FIELDS if batch.get(name) is not None), None)
+        if field is None:
+            return None
+        if field == "seq_lens":
+            lengths = _lengths_by_row(batch[field])
+        else:
+            lengths = _lengths_between(batch[field], rows, length)
+        if len(lengths) != rows:
+            raise ConfigurationError(f"{field} has {len(lengths)} rows, and the batch has {rows}")
+        for number, row in enumerate(lengths):
+            if min(row, default=0) < 1 or sum(row) != length:
+                raise ConfigurationError(
+                    f"{field}: the documents of row {number} are {row}, {sum(row)} tokens, and the row has {length}. "
+                    "Each document has 1 token or more, and padding is the last document of a row. Zeros may fill the "
+                    "end of a row in a tensor"
+                )
+        return cls(lengths, device)
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """(rows, length): whether a token is the first of its document."""
+        return self.numbers.diff(dim=1, prepend=self.numbers[:, :1] - 1) != 0
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """(rows, length): the position of each token in its document."""
+        index = torch.arange(self.numbers.shape[1], device=self.numbers.device)
+        first = torch.where(self.starts, index, 0).cummax(dim=1).values
+        return index - first
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        """(documents + 1): where each document begins in the flattened rows, and the number of tokens."""
+        first = self.starts.flatten().nonzero().flatten()
+        return F.pad(first, (0, 1), value=self.numbers.numel()).int()
+
+    def without_padding(self, mask: torch.Tensor) -> Documents:
+        """The same with the padding of each document, where `mask` (rows, length) is 0, as one of its own."""
+        documents = Documents(self.lengths, self.numbers.device)
+        documents.numbers = 2 * self.numbers + mask.ne(0)
+        return documents
+
+    def trained_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """Labels (rows, length) without those of first tokens, which the token before them is not to predict."""
+        return labels.masked_fill(self.starts.to(labels.device), IGNORED)
+
+    def mask(self, causal: bool, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """(rows, 1, length, length): which keys a query sees, joined with a mask that broadcasts to this shape.
+
+        The same tensor for each layer of a model, since the backward keeps it.
+        """
+        key = (causal, id(mask))
+        if key not in self._masks:
+            shown = self.numbers[:, None, :, None] == self.numbers[:, None, None, :]
+            if causal:
+                shown = shown.tril()
+            self._masks[key] = (mask, joined(mask, shown))
+        return self._masks[key][1]
+
+
+def joined(mask: torch.Tensor | None, shown: torch.Tensor) -> torch.Tensor:
+    """An attention mask, boolean or added to scores, that hides also the keys that a boolean one does not show."""
+    if mask is None:
+        return shown
+    if mask.dtype == torch.bool:
+        return mask & shown
+    return mask.masked_fill(~shown, float("-inf"))
+
+
+def _lengths_by_row(seq_lens: Any) -> list[list[int]]:
+    is_padded = isinstance(seq_lens, torch.Tensor)
+    if is_padded:
+        seq_lens = seq_lens.cpu()
+    rows = [torch.as_tensor(row) for row in seq_lens]
+    if rows and rows[0].dim() == 0:
+        rows = [torch.stack(rows)]
+    lengths: list[list[int]] = [row.tolist() for row in rows]
+    for row in lengths:
+        while is_padded and row and row[-1] == 0:
+            row.pop()
+    return lengths
+
+
+def _lengths_between(cu_seqlens: Any, rows: int, length: int) -> list[list[int]]:
+    lengths: list[list[int]] = [[] for _ in range(rows)]
+    for first, end in pairwise(torch.as_tensor(cu_seqlens).tolist()):
+        row = min(first // length, rows - 1)
+        lengths[row].append(end - first)
+    return lengths

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed rows: the forward of a prepared model computes each document as if it were a row of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..collectives.objects import gather_each
+from ..core import trees
+from ..core.documents import FIELDS, Documents
+from ..core.errors import ConfigurationError
+from ..core.modules import class_name, untraced
+from ..logging import MultiProcessAdapter, get_logger
+from ..torch_internals.attention import (
+    PUBLIC_NAME,
+    names_of_attention,
+    plain_attention,
+    replaced_attention,
+)
+from .transformers_inputs import adapt_packed, outermost, replace_arguments
+from .unwrap import extract_model_from_parallel
+from .watched_forward import WatchedForward, relative_error, unchanged
+
+if TYPE_CHECKING:
+    from .context.region import ContextParallel, SequenceRegion
+
+logger: MultiProcessAdapter = get_logger(__name__)
+
+# Tokens of each row that the comparison of the first forward computes.
+_TOKENS = 64
+
+
+class PackedRows:
+    """The forward pre-hook of a prepared model that takes `seq_lens` and `cu_seqlens` out of its arguments.
+
+    A forward that has a parameter of one of these names does everything itself.
+
+    Args:
+        sequence: splits sequences over ranks; None if none is split.
+        layout: the name of a layout that computes rows only where the model's forward takes lengths, or empty.
+    """
+
+    def __init__(self, sequence: ContextParallel | None, layout: str) -> None:
+        self.sequence = sequence
+        self.layout = layout
+        # The batch of the running forward, or of what a backward recomputes.
+        self.documents: Documents | None = None
+        self._is_compared = False
+        self._names: set[tuple[str, str]] = set()
+        # Batches of the forwards since the last backward.
+        self._forwards: list[Documents] = []
+        self._had_backward = False
+
+    def watch(self, model: nn.Module) -> None:
+        """Add the hooks to a prepared model."""
+        plain = extract_model_from_parallel(model, keep_torch_compile=False)
+        for part in outermost(plain):
+            if part is not plain:
+                part.register_forward_pre_hook(self.adapt, prepend=True, with_kwargs=True)
+        # It calls the model, which FSDP2 must not have begun to gather.
+        model.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
+
+    def __call__(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+        """Take the lengths out of the arguments, and add what depends on them."""
+        fields = {name: kwargs[name] for name in FIELDS if name in kwargs}
+        if not fields:
+            return None
+        plain = extract_model_from_parallel(model, keep_torch_compile=False)
+        parameters = inspect.signature(plain.forward).parameters
+        kwargs = {name: value for name, value in kwargs.items() if name not in FIELDS}
+        taken = [name for name in FIELDS if name in parameters]
+        tokens = _tokens_of(args, kwargs, fields)
+        rows, length = tokens.shape[:2]
+        region = None
+        if self.sequence is not None:
+            positional = {str(number): value for number, value in enumerate(args)}
+            region = self.sequence.of_inputs(positional | kwargs, model.training)
+            if region is not None:
+                length = region.length
+        documents = Documents.of_batch(fields, rows, length, tokens.device)
+        if documents is None:
+            return args, kwargs
+        if self.layout and not taken:
+            raise ConfigurationError(
+                f"{next(iter(fields))} of a packed batch: {self.layout} does not separate documents. Let the forward "
+                f"of {class_name(plain)} take seq_lens or cu_seqlens, or choose another layout"
+            )
+        if not self._is_compared and model.training and torch.is_grad_enabled():
+            self._is_compared = True
+            untraced(self._compare_first)(model, tokens, args, kwargs, taken)
+        if taken:
+            converted = {"seq_lens": documents.lengths, "cu_seqlens": documents.cu_seqlens}
+            return args, kwargs | {name: fields.get(name, converted[name]) for name in taken}
+        if "position_ids" in parameters and kwargs.get("position_ids") is None:
+            kwargs["position_ids"] = _positions(documents, region)
+        if region is not None:
+            region.documents = documents
+            return args, kwargs
+        self._begin(model, plain, documents)
+        if outermost(plain) == [plain]:
+            return self.adapt(plain, args, kwargs) or (args, kwargs)
+        return args, kwargs
+
+    def adapt(self, part: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward pre-hook of each model of transformers in the prepared one."""
+        if self.documents is None:
+            return None
+        bound = inspect.signature(part.forward).bind_partial(*args, **kwargs)
+        changed, self.documents = adapt_packed(part, bound, self.documents)
+        self._forwards[-1:] = [self.documents]
+        return replace_arguments(bound, args, kwargs, changed)
+
+    # -- attention
+
+    def _begin(self, model: nn.Module, plain: nn.Module, documents: Documents) -> None:
+        """Have attention separate documents until the end of a forward."""
+        if not self._names:
+            self._names = {PUBLIC_NAME} | names_of_attention(plain)
+        if self._had_backward:
+            self._forwards.clear()
+            self._had_backward = False
+        self._forwards.append(documents)
+        is_trained = torch.is_grad_enabled()
+        separated = contextlib.ExitStack()
+        separated.enter_context(self._separating(documents))
+
+        def end(*_: object) -> None:
+            handle.remove()
+            separated.close()
+            if not is_trained:
+                self._forwards.pop()
+
+        handle = model.register_forward_hook(end, always_call=True)
+
+    @contextlib.contextmanager
+    def _separating(self, documents: Documents) -> Iterator[None]:
+        self.documents = documents
+        # The fused layers of nn.TransformerEncoder attend without torch's function.
+        is_fused = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with replaced_attention(untraced(self._attend), self._names):
+                yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(is_fused)
+            self.documents = None
+
+    @contextlib.contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Wrapper a backward: attention that it computes again separates the documents of the forward."""
+        if not self._forwards:
+            yield
+            return
+        with self._separating(self._forwards[-1]):
+            self._had_backward = True
+            yield
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """Takes the arguments of torch's function, which it replaces. Attention to other rows is computed as it is."""
+        documents = self.documents
+        assert documents is not None
+        rows, length = documents.numbers.shape
+        if query.shape[0] == rows and query.shape[-2] == key.shape[-2] == length:
+            if self._had_backward and len(self._forwards) > 1:
+                raise ConfigurationError(
+                    f"one backward recomputes attention of {len(self._forwards)} forwards with seq_lens: call "
+                    "backward after each forward, or leave out activation checkpointing"
+                )
+            attn_mask = documents.mask(is_causal, attn_mask)
+            is_causal = False
+            if query.dim() == 3:
+                attn_mask = attn_mask.squeeze(1)
+        return plain_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    # -- the first forward
+
+    def _compare_first(
+        self,
+        model: nn.Module,
+        tokens: torch.Tensor,
+        args: tuple[object, ...],
+        kwargs: dict[str, Any],
+        taken: list[str],
+    ) -> None:
+        """Raise ConfigurationError, on every rank, if documents in a row are not computed as rows of their own.
+
+        The first tokens of each row are computed as one row of two documents, and as two rows. The forwards run in
+        evaluation mode and without gradients; afterwards the model and the random generators are as before. A model
+        that fails in them, or that draws random numbers, is not compared.
+        """
+        rows, length = tokens.shape[:2]
+        half = min(length, _TOKENS) // 2
+        plain = extract_model_from_parallel(model, keep_torch_compile=False)
+        is_failed, difference = False, ""
+
+        def first(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.shape[:2] == (rows, length):
+                return tensor.narrow(1, 0, 2 * half)
+            return tensor
+
+        def alone(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = first(tensor)
+            if tensor.shape[:2] == (rows, 2 * half):
+                return tensor.reshape(2 * rows, half, *tensor.shape[2:])
+            if tensor.shape[:1] == (rows,):
+                return tensor.repeat_interleave(2, dim=0)
+            return tensor
+
+        def forward(cut: Callable[[Any], Any], lengths: list[list[int]]) -> WatchedForward:
+            inputs, named = trees.map_leaves(cut, (args, kwargs))
+            mask = named.get("attention_mask")
+            if mask is not None and mask.dim() == 2:
+                # Padding is computed otherwise, and nothing reads it.
+                named["attention_mask"] = torch.ones_like(mask)
+            positions = named.get("position_ids")
+            if positions is not None and positions.dim() == 2:
+                index = torch.arange(positions.numel(), device=positions.device)
+                named["position_ids"] = positions.min() + (index % half).view_as(positions)
+            if taken or len(lengths[0]) > 1:
+                named["seq_lens"] = torch.tensor(lengths)
+            computed = WatchedForward()
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(unchanged(model, {"cpu", tokens.device.type}))
+                stack.enter_context(torch.no_grad())
+                if "torch._dynamo" in sys.modules:
+                    stack.enter_context(torch.compiler.set_stance("force_eager"))
+                if self.sequence is not None:
+                    stack.enter_context(self.sequence.computing(None))
+                computed.watch(plain, stack)
+                computed.add("the output", model(*inputs, **named))
+            return computed
+
+        try:
+            if half:
+                packed = forward(first, [[half, half]] * rows)
+                difference = _difference(forward(alone, [[half]] * 2 * rows), packed)
+        except Exception as error:
+            is_failed = True
+            logger.debug(f"{class_name(plain)} was not compared on packed rows: {error!r}")
+        everywhere = [(is_failed, difference)]
+        if dist.is_available() and dist.is_initialized():
+            everywhere = gather_each(everywhere[0], operation="the first packed forward")
+        differences = [text for _, text in everywhere if text]
+        if not differences or any(failed for failed, _ in everywhere):
+            return
+        raise ConfigurationError(
+            f"{class_name(plain)} computes the documents of a packed row (seq_lens, cu_seqlens) otherwise than as "
+            f"rows of their own: {differences[0]}. Documents are separated in torch.nn.functional."
+            "scaled_dot_product_attention, and position_ids restart where the forward takes them. What else runs "
+            "along a row must know them: give the model's forward a parameter cu_seqlens or seq_lens"
+        )
+
+
+def _difference(alone: WatchedForward, packed: WatchedForward) -> str:
+    """Where documents in one row part from the same in rows of their own; empty if the outputs are equal."""
+    epsilon = max(alone.epsilon, packed.epsilon)
+    first, last = "", 0.0
+    for what, tensors in alone.tensors.items():
+        for expected, actual in zip(tensors, packed.tensors.get(what, ()), strict=False):
+            is_per_token = expected.dim() > 1 and expected.shape[-1] == actual.shape[-1]
+            if not is_per_token or expected.numel() != actual.numel():
+                continue
+            last = relative_error(expected, actual.reshape(expected.shape))
+            if last > 2 * epsilon**0.5 and not first:
+                first = f"{what} differs (relative error {last:.1g})"
+    # What other documents have changed may be left out again.
+    if last < 16 * epsilon:
+        return ""
+    return first
+
+
+def _positions(documents: Documents, region: SequenceRegion | None) -> torch.Tensor:
+    positions = documents.positions
+    if region is None:
+        return positions
+    shard = region.layout.take(positions, 1)
+    region.full_tensors[shard] = positions, 1
+    return shard
+
+
+def _tokens_of(
+    args: tuple[object, ...], kwargs: dict[str, Any], fields: Iterable[str]
+) -> torch.Tensor:
+    """The argument that is (batch, length, ...)."""
+    usual = [kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
+    for value in (*usual, *args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.dim() > 1:
+            return value
+    raise ConfigurationError(
+        f"{next(iter(fields))} belongs to rows, and no argument of the model is a tensor (batch, length, ...)"
+    )

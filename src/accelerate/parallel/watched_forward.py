@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short forwards that are compared with each other, and leave a model as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from ..core import devices, trees
+from ..core.modules import class_name
+from .gradients import local
+from .unwrap import canonical_name
+
+# Models compute norms and rotations in float32, whatever their dtype.
+_FLOAT32 = torch.finfo(torch.float32).eps
+# Accelerators may multiply float32 in TF32.
+_TF32 = 2.0**-10
+
+
+class WatchedForward:
+    """What went into modules and came out of them, in order."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, list[torch.Tensor]] = {}
+        # Of the coarsest dtype.
+        self.epsilon: float = _FLOAT32
+        self.running: list[str] = ["the loop"]
+
+    def add(self, what: str, data: object) -> None:
+        """Keep the floating-point tensors of nested data; a later operation may write to the originals."""
+        tensors = self.tensors.setdefault(what, [])
+        for tensor in trees.leaves(data):
+            if not tensor.is_floating_point():
+                continue
+            self.epsilon = max(self.epsilon, torch.finfo(tensor.dtype).eps)
+            if tensor.device.type != "cpu":
+                self.epsilon = max(self.epsilon, _TF32)
+            tensors.append(local(tensor).detach().clone())
+
+    def watch(self, model: nn.Module, handles: contextlib.ExitStack) -> None:
+        """Keep what goes into each module of a model and what comes out, until `handles` are closed."""
+        for path, module in model.named_modules():
+            name = class_name(module)
+            if path:
+                name = f"{canonical_name(path)} ({name})"
+            enter = functools.partial(self._enter, name)
+            leave = functools.partial(self._leave, name)
+            handles.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            handles.callback(module.register_forward_hook(leave).remove)
+
+    def _enter(self, name: str, module: nn.Module, args: object, kwargs: object) -> None:
+        self.add(f"what {self.running[-1]} gives to {name}", (args, kwargs))
+        self.running.append(name)
+
+    def _leave(self, name: str, module: nn.Module, args: object, output: object) -> None:
+        self.running.pop()
+        self.add(f"the output of {name}", output)
+
+
+def relative_error(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    """The largest difference of a row to the size of rows; NaN if all are 0."""
+    is_finite = expected.isfinite()
+    rows = torch.where(is_finite, expected, 0).double()
+    differences = torch.where(is_finite, actual.double() - expected, 0)
+    if expected.dim() > 1:
+        rows = rows.norm(dim=-1)
+        differences = differences.norm(dim=-1)
+    largest = differences.nan_to_num(nan=math.inf).abs().max()
+    return float(largest / rows.square().mean().sqrt())
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module, kinds: Iterable[str]) -> Iterator[None]:
+    """A block in which a model does not train, and after which it and random generators are as before.
+
+    Raises RuntimeError for a block that draws random numbers.
+    """
+    sources = [devices.generator_module(kind) for kind in kinds]
+    states = [source.get_rng_state() for source in sources]
+    attributes, lists, buffers = [], [], []
+    for module in model.modules():
+        values = dict(vars(module))
+        attributes.append((module, values))
+        for name, value in values.items():
+            if isinstance(value, list) and not name.startswith("_"):
+                lists.append((value, value.copy()))
+        for name, buffer in module.named_buffers(recurse=False):
+            buffers.append((module, name, buffer, buffer.clone()))
+        module.training = False
+    try:
+        yield
+        for source, state in zip(sources, states, strict=True):
+            if not torch.equal(source.get_rng_state(), state):
+                raise RuntimeError("it draws random numbers")
+    finally:
+        for source, state in zip(sources, states, strict=True):
+            source.set_rng_state(state)
+        for module, values in attributes:
+            vars(module).clear()
+            vars(module).update(values)
+        for content, entries in lists:
+            content[:] = entries
+        for module, name, buffer, before in buffers:
+            setattr(module, name, buffer)
+            if not torch.equal(buffer, before):
+                buffer.copy_(before)

@@ -1,0 +1,525 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed rows in each layout, against a plain loop over the same documents without packing, in float64 to 1e-10."""
+
+import copy
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import cases
+from layouts import compare_state, units_of
+from packages import package
+from rank_pool import on_ranks
+from states import reset_states
+from torch import nn
+
+from accelerate import Accelerator
+from accelerate.core.errors import ConfigurationError
+from accelerate.parallelism_config import ParallelismConfig
+
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "parallel"))
+from llama import Llama, LlamaConfig
+
+transformers = package("transformers")
+PRELOADED = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "bert"))
+pytestmark = pytest.mark.usefixtures("float64")
+
+VOCABULARY, ROWS, LENGTH, STEPS = 32, 2, 16, 20
+# Micro-batches of a window: an odd number.
+ACCUMULATION = 3
+# The lengths in rows; each rank and micro-batch takes the next ones.
+LENGTHS = [[5, 8, 3], [16], [1, 9, 6], [7, 9], [2, 2, 2, 10], [11, 5], [4, 12]]
+LAYOUTS = {
+    "plain": (1, {}, False),
+    "ddp": (2, {}, False),
+    "fsdp": (2, {"dp_shard_size": 2}, True),
+    "tp": (2, {"tp_size": 2}, False),
+    "cp": (2, {"cp_size": 2}, False),
+    "sp": (2, {"sp_size": 2}, False),
+    "cp 4": (4, {"cp_size": 4}, False),
+    "dp x cp": (4, {"dp_shard_size": 2, "cp_size": 2}, True),
+    "hsdp x tp": (4, {"dp_shard_size": 2, "tp_size": 2}, True),
+}
+
+
+def own(**options):
+    torch.manual_seed(0)
+    return Llama(
+        LlamaConfig(vocabulary=VOCABULARY, width=16, hidden=24, layers=2, kv_heads=2, **options)
+    )
+
+
+def of_transformers(**options):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, attn_implementation="sdpa", **options,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).double().train()
+    # Those of transformers compute in float32.
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__ == "LlamaRMSNorm":
+                setattr(module, name, nn.RMSNorm(16))
+    return model
+
+
+MODELS = {"own": (own, "Block"), "llama": (of_transformers, "LlamaDecoderLayer")}
+
+
+def start(layout, block="Block", **options):
+    reset_states()
+    _, sizes, fsdp = LAYOUTS[layout]
+    return Accelerator(
+        cpu=True,
+        parallelism_config=ParallelismConfig(**sizes) if sizes else None,
+        fsdp_plugin=units_of(block) if fsdp else None,
+        **options,
+    )
+
+
+def micro_batch(number, shards=1):
+    """Micro-batch `number` of all shards of the data: (shards * ROWS, LENGTH) tokens and the lengths of documents."""
+    generator = torch.Generator().manual_seed(number)
+    rows = shards * ROWS
+    ids = torch.randint(VOCABULARY, (rows, LENGTH), generator=generator)
+    lengths = [LENGTHS[(number * rows + row) % len(LENGTHS)] for row in range(rows)]
+    return ids, lengths
+
+
+def documents_of(ids, lengths):
+    return [
+        document for row, sizes in zip(ids, lengths, strict=True) for document in row.split(sizes)
+    ]
+
+
+def next_tokens(ids, lengths):
+    """The labels of rows: the next token of the document."""
+    labels = F.pad(ids[:, 1:], (0, 1), value=-100)
+    for row, sizes in zip(labels, lengths, strict=True):
+        row[torch.tensor(sizes).cumsum(0) - 1] = -100
+    return labels
+
+
+def padded(lengths):
+    most = max(map(len, lengths))
+    return torch.tensor([sizes + [0] * (most - len(sizes)) for sizes in lengths])
+
+
+def logits_of(output):
+    return output.logits if hasattr(output, "logits") else output
+
+
+def summed(model, ids, lengths):
+    """The sum of the losses of all documents, computed one by one."""
+    total = 0.0
+    for document in documents_of(ids, lengths):
+        logits = logits_of(model(document[None]))[0, :-1]
+        total = total + F.cross_entropy(logits, document[1:], reduction="sum")
+    return total
+
+
+def plain_steps(make, shards):
+    """The state after the steps, and the mean loss of each."""
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(STEPS):
+        window = [micro_batch(step * ACCUMULATION + part, shards) for part in range(ACCUMULATION)]
+        items = sum(int((next_tokens(*batch) != -100).sum()) for batch in window)
+        loss = sum(summed(model, *batch) for batch in window) / items
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict(), losses
+
+
+def fields(form, lengths):
+    if form == "lists":
+        return {"seq_lens": lengths}
+    if form == "tensor":
+        return {"seq_lens": padded(lengths)}
+    if form == "tensors":
+        return {"seq_lens": [torch.tensor(row) for row in lengths]}
+    bounds = list(itertools.accumulate(itertools.chain(*lengths), initial=0))
+    return {"cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
+
+
+def check_layout(layout, kind):
+    make, block = MODELS[kind]
+    accelerator = start(layout, block, gradient_accumulation_steps=ACCUMULATION)
+    strategy = accelerator.strategy
+    shard, shards = strategy.data_shard
+    expected, losses = plain_steps(make, shards)
+    model = make()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    forms = itertools.cycle(["lists", "tensor", "tensors", "cu_seqlens"])
+    for step in range(STEPS):
+        total = items = 0
+        for part in range(ACCUMULATION):
+            ids, lengths = micro_batch(step * ACCUMULATION + part, shards)
+            mine = slice(shard * ROWS, (shard + 1) * ROWS)
+            ids, lengths = ids[mine], lengths[mine]
+            targets = next_tokens(ids, lengths)
+            batch = {"input_ids": ids, **fields(next(forms), lengths)}
+            if kind == "llama":
+                batch["attention_mask"] = torch.ones_like(ids)
+            tensors = [
+                targets,
+                *(
+                    value
+                    for value in batch.values()
+                    if torch.is_tensor(value) and value.shape == ids.shape
+                ),
+            ]
+            with accelerator.accumulate(model):
+                with accelerator.maybe_context_parallel(
+                    buffers=tensors,
+                    buffer_seq_dims=[1] * len(tensors),
+                    no_restore_buffers=set(tensors),
+                ):
+                    logits = logits_of(model(**batch))
+                    count = int((targets != -100).sum())
+                    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+                    accelerator.backward(loss / max(count, 1), num_items=count)
+                optimizer.step()
+                optimizer.zero_grad()
+            total += loss.item()
+            items += count
+        summed_up = accelerator.reduce(torch.tensor([total, float(items)]), "sum")
+        assert float(summed_up[0] / summed_up[1]) == pytest.approx(losses[step], abs=1e-10), step
+    compare_state(accelerator, model, expected, 1e-10)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_plain(kind):
+    check_layout("plain", kind)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    cases(
+        [
+            ("ddp", "own"),
+            ("fsdp", "llama"),
+            ("tp", "own"),
+            ("cp", "own"),
+            ("cp", "llama"),
+            ("sp", "llama"),
+            ("ddp", "llama"),
+            ("fsdp", "own"),
+            ("tp", "llama"),
+            ("sp", "own"),
+        ],
+        thorough=[("ddp", "llama"), ("fsdp", "own"), ("tp", "llama"), ("sp", "own")],
+    ),
+)
+def test_two_ranks(layout, kind):
+    check_layout(layout, kind)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    cases(
+        [
+            ("cp 4", "llama"),
+            ("cp 4", "own"),
+            ("dp x cp", "llama"),
+            ("hsdp x tp", "own"),
+            ("dp x cp", "own"),
+        ],
+        thorough=[("cp 4", "own"), ("dp x cp", "own"), ("hsdp x tp", "own")],
+    ),
+)
+def test_four_ranks(layout, kind):
+    check_layout(layout, kind)
+
+
+# -- models
+
+
+class Recurrent(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.gru = nn.GRU(width, width, batch_first=True)
+
+    def forward(self, input_ids):
+        return self.gru(self.embedding(input_ids))[0]
+
+
+class RecurrentWithBounds(Recurrent):
+    def forward(self, input_ids, cu_seqlens):
+        assert cu_seqlens.dtype == torch.int32
+        sizes = cu_seqlens.diff().tolist()
+        flat = self.embedding(input_ids).flatten(0, 1)
+        outputs = [self.gru(document[None])[0][0] for document in flat.split(sizes)]
+        return torch.cat(outputs).view(*input_ids.shape, -1)
+
+
+class OwnAttention(nn.Module):
+    """Multiplies matrices itself."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+
+    def forward(self, input_ids):
+        x = self.embedding(input_ids)
+        return x + self.attention(x, x, x)[0]
+
+
+class Encoder(nn.Module):
+    """Layers that torch fuses in evaluation, and a recomputed block."""
+
+    def __init__(self, width=8, recomputes=False):
+        super().__init__()
+        self.recomputes = recomputes
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.layer = nn.TransformerEncoderLayer(width, 2, 16, dropout=0.0, batch_first=True)
+        self.forwards = 0
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, input_ids):
+        self.forwards += 1
+        self.calls += 1
+        x = self.embedding(input_ids)
+        if self.recomputes:
+            return torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=False)
+        return self.layer(x)
+
+
+class Counting(nn.Module):
+    """Counts its positions along the row."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Embedding(LENGTH, width)
+
+    def forward(self, input_ids):
+        return self.embedding(input_ids) + self.positions(torch.arange(input_ids.shape[1]))
+
+
+def bert(**options):
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **options,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config).double()
+
+
+def changed_share(model, ids, lengths, first, changed, block=None):
+    """The share of rows of document `first` whose output changes with a token of document `changed`."""
+    with torch.no_grad():
+        outputs = []
+        bounds = list(itertools.accumulate(lengths[0], initial=0))
+        for value in (ids[0, bounds[changed]], (ids[0, bounds[changed]] + 1) % VOCABULARY):
+            batch = ids.clone()
+            batch[0, bounds[changed]] = value
+            outputs.append(logits_of(model(batch, seq_lens=lengths)))
+    rows = slice(bounds[first], bounds[first + 1])
+    return float((outputs[0] - outputs[1])[0, rows].ne(0).any(dim=-1).double().mean())
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [own, of_transformers, bert, Encoder, lambda: of_transformers(sliding_window=3)],
+    ids=["own", "llama", "bert", "torch", "window"],
+)
+def test_other_documents_change_nothing(make, training):
+    model = start("plain").prepare(make()).train(training)
+    ids, _ = micro_batch(0)
+    lengths = [[5, 11], [8, 8]]
+    # A first forward, which is compared.
+    model(ids, seq_lens=lengths)
+    assert changed_share(model, ids, lengths, 0, 1) == 0
+    assert changed_share(model, ids, lengths, 1, 0) == 0
+    # Without lengths the row is one document.
+    assert changed_share(model, ids, [[16], [16]], 0, 0) == 1
+    # A document has the outputs that it has alone.
+    output = logits_of(model(ids, seq_lens=lengths))
+    torch.testing.assert_close(output[1, 8:], logits_of(model(ids[1:, 8:]))[0], rtol=0, atol=1e-6)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("size", ["cp", "sp"])
+def test_other_documents_change_nothing_over_ranks(size):
+    accelerator = start(size)
+    model = accelerator.prepare(of_transformers())
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(VOCABULARY, (1, LENGTH), generator=generator)
+    outputs = []
+    for value in (0, 1):
+        ids[0, 7] = value
+        shard = ids.clone()
+        with accelerator.maybe_context_parallel([shard], [1], no_restore_buffers={shard}):
+            logits = model(shard, seq_lens=[[7, 9]]).logits
+            rows = accelerator.strategy.sequence.region.positions(ids.device)
+        outputs.append(logits[:, rows < 7])
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (Recurrent, "GRU"),
+        (OwnAttention, "MultiheadAttention"),
+        (lambda: bert(attn_implementation="eager"), "BertSelfAttention"),
+        (Counting, "the output"),
+    ],
+    ids=["recurrent", "own attention", "eager", "positions"],
+)
+def test_a_model_that_mixes_documents_is_named(make, named):
+    model = start("plain").prepare(make())
+    ids, lengths = micro_batch(0)
+    with pytest.raises(ConfigurationError, match=named) as raised:
+        model(ids, seq_lens=lengths)
+    assert "cu_seqlens" in str(raised.value)
+
+
+def test_a_model_that_takes_bounds_gets_them():
+    torch.manual_seed(0)
+    model = RecurrentWithBounds()
+    plain = Recurrent()
+    plain.load_state_dict(model.state_dict())
+    model = start("plain").prepare(model)
+    ids, lengths = micro_batch(0)
+    output = model(ids, seq_lens=lengths)
+    expected = torch.cat([plain(document[None])[0] for document in documents_of(ids, lengths)])
+    torch.testing.assert_close(output.flatten(0, 1), expected)
+    torch.testing.assert_close(model(ids, **fields("cu_seqlens", lengths)), output)
+
+
+def test_the_comparison_leaves_no_trace():
+    model = start("plain").prepare(Encoder())
+    state = torch.get_rng_state()
+    ids, lengths = micro_batch(0)
+    model(ids, seq_lens=lengths)
+    assert (model.forwards, float(model.calls)) == (1, 1)
+    assert torch.equal(torch.get_rng_state(), state)
+    # Not again, and not in a copy.
+    copied = copy.deepcopy(model)
+    for found in (model, copied):
+        found(ids, seq_lens=lengths)
+        assert found.forwards == 2
+    assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+
+
+def test_recomputed_attention_separates_documents():
+    gradients = []
+    ids, lengths = micro_batch(0)
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        accelerator = start("plain")
+        model = accelerator.prepare(Encoder(recomputes=recomputes))
+        accelerator.backward(model(ids, seq_lens=lengths).square().sum())
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients)
+    outputs = [model(ids, seq_lens=lengths), model(ids.flip(1), seq_lens=lengths)]
+    with pytest.raises(ConfigurationError, match="seq_lens"):
+        accelerator.backward(sum(outputs).square().sum())
+
+
+def test_labels_and_padding_of_transformers():
+    """The model shifts labels itself, and the last document of a row is padding, which the mask says."""
+    accelerator = start("plain")
+    plain, model = of_transformers(), accelerator.prepare(of_transformers())
+    ids, _ = micro_batch(0)
+    lengths = [[5, 11], [7, 9]]
+    mask = torch.ones_like(ids)
+    mask[0, 13:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    output = model(input_ids=ids, attention_mask=mask, labels=labels, seq_lens=lengths)
+    documents = [ids[0, :5], ids[0, 5:13], ids[1, :7], ids[1, 7:]]
+    total = sum(
+        F.cross_entropy(plain(document[None]).logits[0, :-1], document[1:], reduction="sum")
+        for document in documents
+    )
+    torch.testing.assert_close(
+        output.loss,
+        total / sum(len(document) - 1 for document in documents),
+        rtol=0,
+        atol=1e-6,
+        check_dtype=False,
+    )
+    assert labels[0, 5] != -100, "the caller's tensor"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("size", ["cp", "sp"])
+def test_labels_over_ranks(size):
+    accelerator = start(size)
+    plain, model = of_transformers(), accelerator.prepare(of_transformers())
+    ids, lengths = micro_batch(0)
+    labels = ids.clone()
+    expected = summed(plain, ids, lengths)
+    items = int((next_tokens(ids, lengths) != -100).sum())
+    if size == "sp":
+        # With the loader that splits.
+        whole = {"input_ids": ids, "labels": labels, "seq_lens": padded(lengths)}
+        for batch in accelerator.strategy.sequence.split_loader([whole]):
+            logits = model(**batch).logits
+            targets = batch["shift_labels"].flatten()
+            loss = F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum") / items
+    else:
+        with accelerator.maybe_context_parallel([ids, labels], [1, 1], {ids, labels}):
+            output = model(input_ids=ids, labels=labels, seq_lens=lengths, num_items_in_batch=items)
+            loss = output.loss
+    loss = accelerator.reduce(loss.detach(), "sum")
+    torch.testing.assert_close(loss, expected / items, rtol=0, atol=1e-6, check_dtype=False)
+
+
+def test_flash_attention_gets_bounds():
+    """As models of transformers with a flash implementation take them."""
+    model = start("plain").prepare(of_transformers())
+    ids, lengths = micro_batch(0)
+    model(ids, seq_lens=lengths)
+    seen = {}
+    model.config._attn_implementation = "flash_attention_2"
+    model.model.forward = lambda *args, **options: seen.update(options) or (args, options)
+    with pytest.raises(Exception):  # noqa: B017
+        model(ids, seq_lens=lengths)
+    bounds = fields("cu_seqlens", lengths)["cu_seqlens"]
+    assert torch.equal(seen["cu_seq_lens_q"], bounds)
+    assert torch.equal(seen["cu_seq_lens_k"], bounds)
+    assert seen["max_length_q"] == seen["max_length_k"] == max(map(max, lengths))
+    assert seen["attention_mask"] is None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ({"seq_lens": [[5, 8], [16]]}, "seq_lens.*row 0.*13 tokens.*16"),
+        ({"seq_lens": [[16], [0, 16]]}, r"seq_lens.*row 1.*\[0, 16\]"),
+        ({"seq_lens": torch.tensor([[16, 0], [0, 16]])}, "seq_lens.*row 1"),
+        ({"seq_lens": [[16]]}, "seq_lens.*1 rows.*2"),
+        ({"seq_lens": [16, 16]}, "seq_lens"),
+        ({"cu_seqlens": torch.tensor([0, 5, 32])}, "cu_seqlens.*row 0"),
+        ({"cu_seqlens": torch.tensor([0, 16, 16, 32])}, "cu_seqlens"),
+        ({"cu_seqlens": torch.tensor([0, 16])}, "cu_seqlens"),
+    ],
+)
+def test_lengths_that_do_not_fit(lengths, message):
+    model = start("plain").prepare(own())
+    with pytest.raises(ConfigurationError, match=message):
+        model(micro_batch(0)[0], **lengths)
+
+
+@on_ranks(2)
+def test_a_pipeline_refuses_packed_rows():
+    reset_states()
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2))
+    model = accelerator.prepare(own())
+    ids, lengths = micro_batch(0)
+    with pytest.raises(ConfigurationError, match=r"seq_lens.*pipeline"):
+        model(ids, seq_lens=lengths)
