@@ -254,6 +254,21 @@ SCRIPTS = [
         },
     ),
     Script(
+        "packing.py",
+        {
+            "packing": Row(
+                "packing of 100,000 documents (raw: a loop that fills rows)", "time", 1000
+            ),
+            "packing: rows": Row("rows that it needs / rows without padding", "time", 1.01),
+            "token batches": Row(
+                "a batch with equally many tokens (raw: a loop that fills batches)", "time", 200
+            ),
+            "token batches: balance": Row(
+                "tokens of the largest of 8 batches / of their mean", "time", 1.05
+            ),
+        },
+    ),
+    Script(
         "growth.py",
         {
             **{

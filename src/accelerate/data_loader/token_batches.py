@@ -138,15 +138,17 @@ class TokenBatchSampler(EpochSampler, Sampler[list[int]]):
         """
         classes = self.lengths[documents] // width
         longest_first = documents[np.argsort(-classes, kind="stable")]
+        lengths = self.lengths[longest_first] * self._count
         batches: list[list[int]] = [[] for _ in range(self._count)]
+        # A heap of tokens * count + batch, since integers are compared faster than tuples.
+        heap = list(range(self._count))
+        for document, length in zip(longest_first.tolist(), lengths.tolist(), strict=True):
+            smallest = heap[0]
+            batches[smallest % self._count].append(document)
+            heapq.heapreplace(heap, smallest + length)
         sizes = [0] * self._count
-        smallest = [(0, index) for index in range(self._count)]
-        lengths = self.lengths.tolist()
-        for document in longest_first.tolist():
-            _, index = smallest[0]
-            batches[index].append(document)
-            sizes[index] += lengths[document]
-            heapq.heapreplace(smallest, (sizes[index], index))
+        for entry in heap:
+            sizes[entry % self._count] = entry // self._count
         return batches, sizes
 
 
