@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,21 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from s3_server import Request, S3Server
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 from accelerate import Accelerator
 from accelerate.checkpointing import (
@@ -27,11 +42,11 @@ from accelerate.checkpointing import (
     load_run,
     save_run,
 )
-from accelerate.checkpointing.files import BlockIO, read_tensors, segments
-from accelerate.checkpointing.layout import MANIFEST, CorruptCheckpoint, Manifest
+from accelerate.checkpointing.files import BlockIO, read_tensors, segments, upload
+from accelerate.checkpointing.layout import INDEX, MANIFEST, CorruptCheckpoint, Manifest
 from accelerate.core.bucket_path import BucketPath
 from accelerate.core.errors import CheckpointError, ConfigurationError, MissingCheckpointError
-from accelerate.core.files import location, user_path
+from accelerate.core.files import location, read_range, user_path
 from accelerate.runtime.agreement import OneProcess
 from accelerate.utils import ProjectConfiguration
 
@@ -86,9 +101,7 @@ def test_what_is_below_a_folder(bucket: BucketPath) -> None:
     # Nothing is looked up where the objects are known.
     assert [path.name for path in known.iterdir()] == ["a"]
     assert not (known / "ab.bin").exists()
-    with (bucket / "a/b/c.json").open() as file:
-        file.seek(2)
-        assert file.read() == b"b/c.json"
+    assert read_range(bucket / "a/b/c.json", 2, 5) == b"b/c.j"
 
 
 def test_a_checkpoint_is_read_by_its_manifest(bucket: BucketPath) -> None:
@@ -415,3 +428,58 @@ def test_a_part_of_a_tensor_is_read_by_its_blocks(
     read("rows", slice(0, 2), slice(0, 64))
     with pytest.raises(CorruptCheckpoint, match=path.name):
         read("rows", slice(0, 64), slice(0, 64))
+
+
+@pytest.mark.parametrize("has_index", [True, False], ids=["index", "headers"])
+def test_requests_of_one_of_a_thousand_ranks(has_index: bool) -> None:
+    """It reads the index and its own block. Shards that were copied from a local folder have no index."""
+    ranks = 1000
+    whole = torch.arange(4.0 * ranks).reshape(ranks, 4)
+    row_shape = torch.Size([1, 4])
+
+    def write_item(rank: int) -> WriteItem:
+        first = torch.Size([rank, 0])
+        chunk = ChunkStorageMetadata(first, row_shape)
+        data = TensorWriteData(chunk, TensorProperties(whole.dtype), whole.shape)
+        return WriteItem(MetadataIndex("rows", first), WriteItemType.SHARD, tensor_data=data)
+
+    class Rows(dcp.DefaultSavePlanner):
+        def resolve_data(self, item: WriteItem) -> torch.Tensor:
+            assert item.index.offset is not None
+            return whole[item.index.offset[0]].unsqueeze(0)
+
+    with S3Server() as server:
+        folder = location("s3://bucket/run", "folder")
+        assert isinstance(folder, BucketPath)
+        writer = bucket_shards.ShardWriter(folder)
+        plans = writer.prepare_global_plan([SavePlan([write_item(rank)]) for rank in range(ranks)])
+        with ThreadPoolExecutor(8) as pool:
+            results = list(pool.map(lambda plan: writer.write_data(plan, Rows()).wait(), plans))
+        writer.finish(Metadata({}), results)
+        if has_index:
+            content = json.dumps(writer.index).encode()
+            writer.records[INDEX] = upload(folder / INDEX, [content])
+
+        server.requests.clear()
+        reader = bucket_shards.ShardReader(folder.with_objects(writer.records))
+        metadata = reader.read_metadata()
+        assert metadata.state_dict_metadata["rows"].size == whole.shape  # type: ignore[union-attr]
+        reader.set_up_storage_reader(metadata, is_coordinator=False)
+        target = torch.empty(row_shape)
+
+        class Planner(dcp.DefaultLoadPlanner):
+            def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+                return target
+
+        index = MetadataIndex("rows", torch.Size([7, 0]))
+        zeros = torch.Size([0, 0])
+        item = ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, row_shape)
+        reader.read_data(LoadPlan([item]), Planner()).wait()
+        assert torch.equal(target, whole[7:8])
+        assert len(server.requests) == (2 if has_index else ranks + 1)
+        if has_index:
+            # It has changed since the save.
+            stored = server.objects["bucket", f"run/{INDEX}"]
+            stored.data = stored.data.replace(b"F32", b"I32", 1)
+            with pytest.raises(CorruptCheckpoint, match=INDEX):
+                bucket_shards.ShardReader(folder.with_objects(writer.records)).read_metadata()

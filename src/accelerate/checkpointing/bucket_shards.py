@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shards in a bucket: torch's writer and reader of safetensors shards, for objects instead of files.
 
-The files are those that torch's own writer makes. A rank reads the blocks that have its part of each tensor, and
-compares these with their checksums.
+The files are those that torch's own writer makes. An index beside them says where each shard is, so that a rank reads
+no headers. It reads the blocks that have its part of each tensor, and compares these with their checksums.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -36,13 +36,38 @@ from torch.futures import Future
 
 from ..core import json_text
 from ..core.bucket_path import BucketPath
-from ..core.tensor_files import Header, TensorEntry, read_header
+from ..core.tensor_files import BY_NAME, NAMES, Header, read_header
 from .documents import damage
-from .files import FileRecord, download, segments, upload
+from .files import BlockIO, FileRecord, download, in_file_order, segments, upload
+from .layout import INDEX
 
 _OFFSETS = "DCP_SHARDING_INFO"  # torch's key for where each shard belongs in its tensor
 _BLOCK = 4 << 20  # bytes with a checksum of their own, and the least that is read
 _THREADS = 16  # which wait for answers of the store
+
+
+# By file: its shards, as `Shard` has them without the file.
+Index = dict[str, list[Any]]
+
+
+class Shard(NamedTuple):
+    """A part of a tensor.
+
+    Fields:
+        file: the name of its object.
+        name: of the tensor.
+        dtype: its name in a safetensors file.
+        offsets: of the first element, in the tensor.
+        shape: of the part.
+        start: of the first byte, in the object.
+    """
+
+    file: str
+    name: str
+    dtype: str
+    offsets: list[int]
+    shape: list[int]
+    start: int
 
 
 class ShardWriter(dcp.StorageWriter):
@@ -55,9 +80,9 @@ class ShardWriter(dcp.StorageWriter):
     def __init__(self, folder: BucketPath) -> None:
         self.folder = folder
         self.records: dict[str, FileRecord] = {}  # of what this rank has written
-        self.names: list[str] = []  # of all objects, on the coordinator
+        self.index: Index = {}  # of all shards, on the coordinator
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: object = None) -> None:
         """Nothing: a writer writes once."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -76,34 +101,47 @@ class ShardWriter(dcp.StorageWriter):
         return named
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the shards of this rank."""
-        name = plan.storage_data
+        """Write the shards of this rank. The result is what the index has of them."""
         tensors: dict[str, torch.Tensor] = {}
-        offsets = {}
-        results = []
+        offsets: dict[str, list[int]] = {}
         for item in plan.items:
             tensor = planner.resolve_data(item)
             assert isinstance(tensor, torch.Tensor) and item.tensor_data is not None
-            tensors[item.index.fqn] = tensor.detach()
-            offsets[item.index.fqn] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
-            results.append(WriteResult(item.index, tensor.nbytes, name))
+            name = item.index.fqn
+            tensors[name] = tensor.detach()
+            offsets[name] = list(item.tensor_data.chunk.offsets)
+        results = []
         if tensors:
-            metadata = {_OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0"}
-            # Every rank reads the counts of steps, which one has written: they are neighbours.
-            by_size = dict(sorted(tensors.items(), key=lambda entry: entry[1].nbytes))
-            content = segments(by_size, metadata)
-            self.records[name] = upload(self.folder / name, content, _BLOCK)
+            results.append(self._write(plan.storage_data, tensors, offsets))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
+    def _write(
+        self, file: str, tensors: dict[str, torch.Tensor], offsets: dict[str, list[int]]
+    ) -> WriteResult:
+        saved = {name: {"saved_offsets": first} for name, first in offsets.items()}
+        metadata = {_OFFSETS: json.dumps(saved), "DCP_VERSION": "1.0"}
+        # Every rank reads the counts of steps, which one has written: they are neighbours.
+        by_size = dict(sorted(tensors.items(), key=lambda entry: entry[1].nbytes))
+        content = segments(by_size, metadata)
+        self.records[file] = upload(self.folder / file, content, _BLOCK)
+        rows = []
+        start = len(content[0])
+        for name, tensor in in_file_order(by_size).items():
+            dtype = NAMES[tensor.dtype]
+            rows.append((name, dtype, offsets[name], list(tensor.shape), start))
+            start += tensor.nbytes
+        return WriteResult(MetadataIndex(file), start, rows)
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator: take the names of all objects."""
-        names = {result.storage_data for rows in results for result in rows}
-        self.names = sorted(names)
+        """On the coordinator: make the index."""
+        for results_of_rank in results:
+            for result in results_of_rank:
+                self.index[result.index.fqn] = result.storage_data
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
         """False: torch never chooses this writer itself."""
         return False
 
@@ -117,37 +155,24 @@ class ShardReader(dcp.StorageReader):
 
     def __init__(self, folder: BucketPath) -> None:
         self.folder = folder
-        # By entry: its object, the length of the object's header, its place behind that.
-        self._places: dict[MetadataIndex, tuple[BucketPath, int, TensorEntry]] = {}
+        self._shards: dict[MetadataIndex, Shard] = {}
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: object = None) -> None:
         """Nothing: a reader has one folder."""
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Take what `read_metadata` has found."""
-        self._places = metadata.storage_data
+        self._shards = metadata.storage_data
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The tensors, from the headers of all objects."""
-        entries: dict[str, TensorStorageMetadata] = {}
-        paths = list(self.folder.glob("*.safetensors"))
-        with ThreadPoolExecutor(_THREADS) as pool:
-            headers = list(pool.map(_header, paths))
-        places: dict[MetadataIndex, tuple[BucketPath, int, TensorEntry]] = {}
-        for path, header in zip(paths, headers, strict=True):
-            offsets = json_text.parse(header.metadata[_OFFSETS])
-            for name, entry in header.entries.items():
-                start = torch.Size(offsets[name]["saved_offsets"])
-                end = torch.Size(a + b for a, b in zip(start, entry.shape, strict=True))
-                known = entries.setdefault(
-                    name, TensorStorageMetadata(TensorProperties(entry.dtype), end, [])
-                )
-                known.size = torch.Size(map(max, known.size, end))
-                known.chunks.append(ChunkStorageMetadata(start, torch.Size(entry.shape)))
-                places[MetadataIndex(name, start)] = (path, header.offset, entry)
-        return Metadata(dict(entries), storage_data=places)
+        """The tensors and where their shards are. They are looked up once."""
+        key = (self.folder.key, INDEX)
+        if key not in self.folder.cache:
+            self.folder.cache[key] = _metadata(_shards_in(self.folder))
+        metadata: Metadata = self.folder.cache[key]
+        return metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """The plan itself."""
@@ -159,76 +184,108 @@ class ShardReader(dcp.StorageReader):
 
     def fetch(self, items: Iterable[ReadItem]) -> None:
         """Read and check the blocks that have these parts of tensors, unless that was done. They stay in memory."""
-        missing: set[tuple[BucketPath, int]] = set()
+        blocks: set[tuple[BucketPath, int]] = set()
         for item in items:
             path, start, end = self._span(item)
-            for index in range(start // _block(path), -(-end // _block(path))):
-                if (path.key, index) not in path.cache:
-                    missing.add((path, index))
+            for number in _blocks(path, start, end):
+                blocks.add((path, number))
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(_read_block, missing))
+            list(pool.map(_block, blocks))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the tensors of a plan."""
         self.fetch(plan.items)
         for item in plan.items:
             target = planner.resolve_tensor(item).detach()
-            target.copy_(self._part(item))
+            if target.numel():
+                target.copy_(self._part(item))
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _rows(self, item: ReadItem) -> tuple[int, int]:
-        """The first of the rows that have a part of a saved tensor, and the number of the rows."""
-        if item.lengths:
-            return item.storage_offsets[0], item.lengths[0]
-        return 0, 1
-
     def _span(self, item: ReadItem) -> tuple[BucketPath, int, int]:
-        """The object, and the bytes in it, of the rows that have a part of a saved tensor."""
-        path, header, entry = self._places[item.storage_index]
-        first, count = self._rows(item)
-        row = math.prod(entry.shape[1:]) * entry.dtype.itemsize
-        start = header + entry.start + first * row
-        return path, start, start + count * row
+        """The rows of a shard that have this part: their object, their first byte in it, the first one behind."""
+        shard = self._shards[item.storage_index]
+        row = math.prod(shard.shape[1:]) * BY_NAME[shard.dtype].itemsize
+        first = 0
+        count = 1
+        if shard.shape:
+            first = item.storage_offsets[0]
+            count = item.lengths[0]
+        start = shard.start + first * row
+        return self.folder / shard.file, start, start + count * row
 
     def _part(self, item: ReadItem) -> torch.Tensor:
+        shard = self._shards[item.storage_index]
         path, start, end = self._span(item)
-        entry = self._places[item.storage_index][2]
-        content = bytearray(end - start)
-        block = _block(path)
-        for index in range(start // block, -(-end // block)):
-            first = max(start, index * block)
-            last = min(end, (index + 1) * block)
-            cached = path.cache[path.key, index]
-            content[first - start : last - start] = cached[
-                first - index * block : last - index * block
-            ]
-        if not content:
-            return torch.empty(tuple(item.lengths), dtype=entry.dtype)
-        rows = torch.frombuffer(content, dtype=entry.dtype)
-        if not entry.shape:
-            return rows.reshape(())
-        rows = rows.reshape(self._rows(item)[1], *entry.shape[1:])
-        for dimension in range(1, len(entry.shape)):
-            offset, length = item.storage_offsets[dimension], item.lengths[dimension]
-            rows = rows.narrow(dimension, offset, length)
-        return rows
+        pieces = []
+        for number in _blocks(path, start, end):
+            offset = number * _record(path).block
+            first = max(0, start - offset)
+            content = _block((path, number))
+            pieces.append(content[first : end - offset])
+        values = torch.cat(pieces).view(BY_NAME[shard.dtype])
+        part = values.reshape(-1, *shard.shape[1:])
+        for dimension in range(1, len(shard.shape)):
+            first = item.storage_offsets[dimension]
+            part = part.narrow(dimension, first, item.lengths[dimension])
+        return part.reshape(item.lengths)
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
         """False: torch never chooses this reader itself."""
         return False
 
 
+def _shards_in(folder: BucketPath) -> Iterator[Shard]:
+    """All shards in a folder, by its index. Files that were copied from a local folder have none: by their headers."""
+    path = folder / INDEX
+    if not path.is_file():
+        yield from _shards_in_headers(folder)
+        return
+    content = bytearray(path.size())
+    with damage(path), BlockIO() as io:
+        io.read(path, [memoryview(content)])
+        index: Index = json_text.parse(content)
+    for file, rows in index.items():
+        for row in rows:
+            yield Shard(file, *row)
+
+
+def _shards_in_headers(folder: BucketPath) -> Iterator[Shard]:
+    paths = list(folder.glob("*.safetensors"))
+    with ThreadPoolExecutor(_THREADS) as pool:
+        headers = list(pool.map(_header, paths))
+    for path, header in zip(paths, headers, strict=True):
+        saved = json_text.parse(header.metadata[_OFFSETS])
+        for name, entry in header.entries.items():
+            dtype = NAMES[entry.dtype]
+            offsets = saved[name]["saved_offsets"]
+            start = header.offset + entry.start
+            yield Shard(path.name, name, dtype, offsets, list(entry.shape), start)
+
+
+def _metadata(shards: Iterable[Shard]) -> Metadata:
+    tensors: dict[str, Any] = {}
+    by_index = {}
+    for shard in shards:
+        start = torch.Size(shard.offsets)
+        shape = torch.Size(shard.shape)
+        end = torch.Size(map(operator.add, start, shape))
+        if shard.name not in tensors:
+            properties = TensorProperties(BY_NAME[shard.dtype])
+            tensors[shard.name] = TensorStorageMetadata(properties, end, [])
+        tensor = tensors[shard.name]
+        tensor.size = torch.Size(map(max, tensor.size, end))
+        tensor.chunks.append(ChunkStorageMetadata(start, shape))
+        by_index[MetadataIndex(shard.name, start)] = shard
+    return Metadata(tensors, storage_data=by_index)
+
+
 def _header(path: BucketPath) -> Header:
-    key = (path.key, "header")
-    if key not in path.cache:
-        with damage(path):
-            path.cache[key] = read_header(path)
-    header: Header = path.cache[key]
-    return header
+    with damage(path):
+        return read_header(path)
 
 
 def _record(path: BucketPath) -> FileRecord:
@@ -238,15 +295,22 @@ def _record(path: BucketPath) -> FileRecord:
     return record
 
 
-def _block(path: BucketPath) -> int:
-    return _record(path).block
+def _blocks(path: BucketPath, start: int, end: int) -> range:
+    """The numbers of the blocks that have these bytes of an object."""
+    size = _record(path).block
+    return range(start // size, -(-end // size))
 
 
-def _read_block(block: tuple[BucketPath, int]) -> None:
-    path, index = block
-    record = _record(path)
-    start = index * record.block
-    content = bytearray(min(record.block, record.size - start))
-    with damage(path):
-        download(path, record, start, memoryview(content))
-    path.cache[path.key, index] = content
+def _block(position: tuple[BucketPath, int]) -> torch.Tensor:
+    """The bytes of a block of an object, which is read and checked unless that was done."""
+    path, number = position
+    key = (path.key, number)
+    if key not in path.cache:
+        record = _record(path)
+        start = number * record.block
+        content = bytearray(min(record.block, record.size - start))
+        with damage(path):
+            download(path, record, start, memoryview(content))
+        path.cache[key] = torch.frombuffer(content, dtype=torch.uint8)
+    block: torch.Tensor = path.cache[key]
+    return block

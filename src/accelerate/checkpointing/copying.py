@@ -14,19 +14,12 @@ from pathlib import Path
 
 from ..core.bucket_path import BucketPath
 from ..core.constants import MODEL_NAME, SAFE_MODEL_NAME
-from ..core.errors import AccelerateError, BucketUnreachableError, CheckpointError
-from ..core.files import named_errors, open_binary
-from .commit import RunLocks, commit, drop_temporary, open_temporary, save_target
+from ..core.errors import AccelerateError, CheckpointError
+from ..core.files import named_errors, read_range
+from ..runtime.agreement import OneProcess
 from .files import FileRecord
-from .layout import (
-    MANIFEST,
-    CorruptCheckpoint,
-    Manifest,
-    check_sizes,
-    new_token,
-    read_manifest,
-    remove_objects,
-)
+from .layout import MANIFEST, CorruptCheckpoint, Manifest, check_sizes, read_manifest
+from .pending import Options, UndecidedError, pending_checkpoint
 
 _FILES = 4  # that are copied at the same time
 _BLOCKS = 4  # of a file that are read at the same time
@@ -45,48 +38,29 @@ def copy_checkpoint(source: Path, target: Path) -> Manifest:
         CheckpointError: the source is damaged, or there is another checkpoint at the target.
     """
     manifest = read_manifest(source)
-    if (target / MANIFEST).exists():
-        if _content(read_manifest(target)) == _content(manifest):
-            return manifest
-        raise CheckpointError(f"{target} has another checkpoint: give another place, or remove it")
-    check_sizes(manifest.files_in(source), manifest)
-    if isinstance(target, BucketPath):
-        _copy_to_bucket(source, target, manifest)
-        return manifest
-    target = save_target(target)
-    locks = RunLocks()
-    locks.acquire(target)
+    pending = pending_checkpoint(target, OneProcess(), Options())
     try:
-        temporary = open_temporary(target)
-        try:
-            copy_files(source, temporary, manifest, manifest.files)
-            commit(temporary, target, _content(manifest))
-        except BaseException:
-            drop_temporary(temporary)
-            raise
-    finally:
-        locks.release()
+        pending.open()
+        if (target / MANIFEST).exists():
+            if _content(read_manifest(target)) != _content(manifest):
+                raise CheckpointError(
+                    f"{target} has another checkpoint: give another place, or remove it"
+                )
+            pending.discard()
+            return manifest
+        check_sizes(manifest.files_in(source), manifest)
+        copy_files(source, pending.temporary, manifest, manifest.files)
+        pending.commit(_content(manifest), pending.claim())
+    except BaseException as error:
+        pending.error = error
+        pending.discard(isinstance(error, UndecidedError))
+        raise
+    pending.close()
     return manifest
 
 
 def _content(manifest: Manifest) -> Manifest:
     return dataclasses.replace(manifest, token="")
-
-
-def _copy_to_bucket(source: Path, target: BucketPath, manifest: Manifest) -> None:
-    token = new_token()
-    content = dataclasses.replace(manifest, token=token).to_bytes()
-    try:
-        copy_files(source, target / token, manifest, manifest.files)
-        key = (target / MANIFEST).key
-        if not target.bucket.create(key, content, content.__eq__):
-            raise CheckpointError(f"{target} has another checkpoint, which was saved meanwhile")
-    except BucketUnreachableError:
-        raise  # perhaps the manifest was written
-    except BaseException:
-        with contextlib.suppress(CheckpointError, OSError):
-            remove_objects(target / token)
-        raise
 
 
 @contextlib.contextmanager
@@ -144,14 +118,15 @@ def _copy_file(source: Path, target: Path, record: FileRecord) -> None:
 
 
 def _checked_blocks(source: Path, record: FileRecord) -> Iterator[memoryview]:
-    with open_binary(source) as file:
-        for number, checksum in enumerate(record.crc32):
-            start = number % _BLOCKS * record.block
-            if start == 0:
-                window = memoryview(file.read(_BLOCKS * record.block))
-            block = window[start : start + record.block]
-            if f"{zlib.crc32(block):08x}" != checksum:
-                raise CorruptCheckpoint(
-                    f"{source} is damaged: its block {number} of {record.block} bytes differs from what was written"
-                )
-            yield block
+    for number, checksum in enumerate(record.crc32):
+        start = number % _BLOCKS * record.block
+        if start == 0:
+            offset = number * record.block
+            size = min(_BLOCKS * record.block, record.size - offset)
+            window = memoryview(read_range(source, offset, size))
+        block = window[start : start + record.block]
+        if f"{zlib.crc32(block):08x}" != checksum:
+            raise CorruptCheckpoint(
+                f"{source} is damaged: its block {number} of {record.block} bytes differs from what was written"
+            )
+        yield block

@@ -43,6 +43,7 @@ T = TypeVar("T")
 logger: logging.Logger = logging.getLogger(__name__)
 
 MANIFEST = "checkpoint_manifest.json"
+INDEX = "index.json"  # of a folder of shards in a bucket: where each of them is
 REPLACED = ".replaced"  # in a swap folder: the manifest of the checkpoint whose files it replaces
 FORMAT = "accelerate-checkpoint"
 VERSION = 1

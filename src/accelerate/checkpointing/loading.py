@@ -36,12 +36,12 @@ from .layout import (
     fingerprint,
     is_shared,
 )
+from .pending import COMPLETION
 from .run_state import HasState, RunState
 from .source import CheckpointReader, ModelWeights, open_checkpoint
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-COMPLETION = 1800.0  # seconds within which every rank must have come to an exchange
 _ABSENT = (
     "Every process must call it, at the same place: not under `if accelerator.is_main_process`."
 )
@@ -323,10 +323,10 @@ def _read(
 ) -> _LoadPlan:
     """Read and check everything. Changes nothing."""
     notes: list[str] = []
-    if source.manifest is not None:
-        check_sizes(source.folder, source.manifest)
     if process.local_process_index == 0:
         # One rank of each machine checks what is not read into new memory below; the others share its file cache.
+        if source.manifest is not None:
+            check_sizes(source.folder, source.manifest)
         source.check_weights()
     if not models_only:
         source.check_counts(source.counts())

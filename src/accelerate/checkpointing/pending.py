@@ -350,13 +350,14 @@ class BucketCheckpoint(PendingCheckpoint):
     def discard(self, is_undecided: bool = False) -> None:
         """Delete what was written, unless it may be a checkpoint: then it stays, and is removed after a day."""
         self.close()
-        may_delete = not isinstance(self.error, BucketUnreachableError | BucketAccessError)
+        may_delete = not isinstance(self.error, BucketUnreachableError)
         if self.is_home and self.temporary_name and may_delete and not is_undecided:
             try:
                 assert isinstance(self.temporary, BucketPath)
                 remove_objects(self.temporary)
             except OSError as error:
-                logger.warning("%s: files of the failed save remain: %s", self.folder, error)
+                if not isinstance(self.error, BucketAccessError):
+                    logger.warning("%s: files of the failed save remain: %s", self.folder, error)
 
 
 def pending_checkpoint(given: Path, process: Process, options: Options) -> PendingCheckpoint:

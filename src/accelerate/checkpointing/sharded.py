@@ -56,7 +56,7 @@ from ..runtime.agreement import error_text
 from ..torch_internals.optimizer_step import without_empty_groups
 from .documents import TensorSink, damage, decode, encode
 from .files import FileRecord, memory_of, only_tensors
-from .layout import CheckpointMismatch, model_shards, optimizer_shards
+from .layout import INDEX, CheckpointMismatch, model_shards, optimizer_shards
 from .pending import WriteShards
 from .run_state import StateDict
 from .source import compare_names
@@ -75,13 +75,13 @@ class _Shards:
         folder: relative to the checkpoint.
         tensors: DTensors, or plain tensors that all ranks have.
         options: what an optimizer has besides tensors.
-        names: the files of all ranks in a bucket, on rank 0.
+        index: where each shard is in a bucket, on rank 0.
     """
 
     folder: Path
     tensors: dict[str, torch.Tensor]
     options: dict[str, object]
-    names: list[str] = dataclasses.field(default_factory=list)
+    index: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
 
 
 class ShardedState:
@@ -469,7 +469,7 @@ def _write_shards(
 
         shard_writer = ShardWriter(folder)
         save_entries(state, shard_writer, group, error)
-        shards.names = shard_writer.names
+        shards.index = shard_writer.index
         return {f"{shards.folder}/{name}": record for name, record in shard_writer.records.items()}
     if compat:
         state = {_api_prefix(folder).rstrip("."): {**state, **shards.options}}
@@ -501,13 +501,15 @@ def _finish_shards(checkpoint: Path, staged: Sequence[_Shards], compat: bool) ->
     if rank == 0:
         for shards in staged:
             folder = checkpoint / shards.folder
+            if shards.index:
+                documents[folder / INDEX] = shards.index
             if shards.options:
                 options = encode(shards.options, TensorSink(inline=1 << 30), "options")
                 documents[folder / _OPTIONS] = options
             is_model = folder.name.startswith(MODEL_NAME)
             if is_model and not compat:
-                names = shards.names or [path.name for path in folder.glob("*.safetensors")]
-                documents[folder / FILES] = sorted(names)
+                names = [path.name for path in folder.glob("*.safetensors")]
+                documents[folder / FILES] = sorted(shards.index or names)
     # Errors of torch's writer are raised on all ranks; those of this one alone must not come between.
     for path, document in documents.items():
         with named_errors(path):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import fnmatch
-import io
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     _Path = Path
 else:
     _Path = object
-
-_BUFFER = 1 << 18  # bytes that one request reads for a file object
 
 
 class HasSize(Protocol):
@@ -189,11 +186,6 @@ class BucketPath(_Path):
         """The content of the object."""
         return self.bucket.get(self.key, 1 << 62)
 
-    def open(self, mode: str = "rb") -> Any:  # type: ignore[override]
-        """A file object that reads the object."""
-        assert mode == "rb"
-        return io.BufferedReader(_Reader(self), _BUFFER)
-
     def write_text(self, text: str) -> int:  # type: ignore[override]
         """Write the object."""
         self.bucket.write(self.key, [text.encode()])
@@ -205,30 +197,3 @@ class BucketPath(_Path):
     def unlink(self, missing_ok: bool = False) -> None:
         """Delete the object."""
         self.bucket.delete([self.key])
-
-
-class _Reader(io.RawIOBase):
-    """Reads an object by ranges."""
-
-    def __init__(self, path: BucketPath) -> None:
-        self._path = path
-        self._size = path.size()
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}
-        self._position = starts[whence] + offset
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._size - self._position)]
-        if len(view):
-            self._path.read_at(self._position, view)
-        self._position += len(view)
-        return len(view)

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 
 from .bucket_path import BucketPath
 from .buckets import is_bucket
@@ -222,12 +222,18 @@ def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
         return file.read()
 
 
-def open_binary(path: str | os.PathLike[str]) -> BinaryIO:
-    """A file object that reads a regular file. Raises OSError for anything else."""
+def read_range(path: str | os.PathLike[str], offset: int, size: int) -> bytes | bytearray:
+    """The bytes of a regular file from an offset on, at most `size`. Raises OSError for any other kind.
+
+    An object in a bucket must have all of them.
+    """
     if isinstance(path, BucketPath):
-        reader: BinaryIO = path.open()
-        return reader
-    return open(open_regular(path), "rb")
+        content = bytearray(size)
+        path.read_at(offset, memoryview(content))
+        return content
+    with open(open_regular(path), "rb") as file:
+        file.seek(offset)
+        return file.read(size)
 
 
 def read_at(descriptor: int, pieces: Sequence[memoryview], offset: int) -> int:

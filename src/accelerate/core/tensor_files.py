@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from . import json_text
-from .files import atomic_write, named_errors, open_binary
+from .files import atomic_write, named_errors, read_range, require_regular
 from .json_text import JSONObject
 
 NAMES: dict[torch.dtype, str] = {
@@ -40,6 +40,7 @@ NAMES: dict[torch.dtype, str] = {
 }
 BY_NAME = {name: dtype for dtype, name in NAMES.items()}
 _HEADER_LIMIT = 100_000_000  # bytes; the format's own limit
+_HEAD = 1 << 18  # bytes of a file that are read at first, for most headers
 # Metadata key of ours: {alias: name} of tensors that are one memory and are stored once.
 ALIASES = "accelerate.aliases"
 
@@ -83,14 +84,14 @@ class Header:
 
 def read_header(path: str | os.PathLike[str]) -> Header:
     """What a file holds. Raises CorruptFile for anything that is not a safetensors file."""
-    with open_binary(path) as file:
-        total = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        first = file.read(8)
-        length = int.from_bytes(first, "little")
-        if len(first) < 8 or length > min(total - 8, _HEADER_LIMIT):
-            raise CorruptFile("it is not a safetensors file, or it is cut short")
-        text = file.read(length)
+    total = require_regular(path)
+    content = read_range(path, 0, min(total, _HEAD))
+    length = int.from_bytes(content[:8], "little")
+    if total < 8 or length > min(total - 8, _HEADER_LIMIT):
+        raise CorruptFile("it is not a safetensors file, or it is cut short")
+    if 8 + length > len(content):
+        content = read_range(path, 0, 8 + length)
+    text = content[8 : 8 + length]
     try:
         data = json_text.parse(text)
         metadata = {
