@@ -11,6 +11,7 @@ import torch
 from adapters import CASES, arguments, base, build, optimizer_of, plain, plain_steps, train
 from packages import package
 from rank_pool import on_ranks
+from s3_server import S3Server
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -19,8 +20,10 @@ from toys import distance, llama, on_cpu
 from accelerate import Accelerator
 from accelerate.checkpointing import CheckpointMismatch, adapters
 from accelerate.checkpointing.checksums import checksums
+from accelerate.checkpointing.copying import copy_checkpoint
 from accelerate.checkpointing.gathering import gather_on_host
 from accelerate.core.errors import CheckpointError, PrepareError
+from accelerate.core.files import location
 from accelerate.state import PartialState
 from accelerate.utils import load_fsdp_model, save_fsdp_model
 
@@ -132,6 +135,37 @@ def train_and_resume(nproc, layout, names, tmp_path):
             )  # as peft saves
             assert sum(sizes.values()) < 3.01 * trained + embedding + 20_000, (case, sizes)
         accelerator.wait_for_everyone()
+
+
+def test_a_checkpoint_in_a_bucket(ranks, tmp_path):
+    """It resumes bit-equal, and its copy in a folder is read by peft."""
+    pytest.importorskip("obstore")
+    with S3Server() as server:
+        variables = on_cpu(**server.environment())
+        ranks(2).run(resume_from_bucket, tmp_path / "copy", env=variables)
+
+
+def resume_from_bucket(copy):
+    torch.set_default_dtype(torch.float64)
+    options, shards = arguments("fsdp", 2)
+    accelerator = Accelerator(cpu=True, **options)
+    model, optimizer = prepared(accelerator, "two")
+    train(accelerator, model, optimizer, shards, 0, 2)
+    place = accelerator.save_state("s3://bucket/run/adapters")
+    train(accelerator, model, optimizer, shards, 2, 4)
+    last = accelerator.get_state_dict(model)
+    accelerator.free_memory()
+    model, optimizer = prepared(accelerator, "two")
+    accelerator.load_state(place)
+    train(accelerator, model, optimizer, shards, 2, 4)
+    resumed = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        assert distance(last, resumed) == 0
+        copy_checkpoint(location(place, "place"), copy)
+        expected = build("two")
+        plain_steps(expected, optimizer_of(expected), 0, 2)
+        for name, state in read_adapters("two", copy / "adapter", ["other"]).items():
+            assert distance(adapter_of(expected, name), state) < 1e-8, name
 
 
 def trained(layout, nproc, steps):

@@ -258,6 +258,48 @@ def test_copies_between_folders_and_buckets(project, bucket, tmp_path_factory, c
     assert run("list", f"{bucket}/elsewhere") == 1
 
 
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_freely_named_checkpoints(kind, tmp_path, capsys):
+    place = tmp_path / "run"
+    if kind == "bucket":
+        place = location("memory://named/run", "place")
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(3, 3))
+    for name in ("best", "step-2"):
+        accelerator.save_state(place / name)
+    (place / "other").mkdir(parents=True)
+    (place / "other" / "notes.txt").write_text("of the user")
+    for action in ("list", "verify"):
+        assert run(action, place) == 0
+        told = capsys.readouterr().out.splitlines()
+        assert [line.split(": ")[0].split("/")[-1] for line in told] == ["best", "step-2"]
+        assert all(line.startswith("ok ") for line in told)
+    assert run("copy", place, tmp_path / "copy") == 0
+    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["best", "step-2"]
+    # What has no checkpoint in it is none.
+    capsys.readouterr()
+    assert run("list", place / "other") == 1
+    assert "BAD" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_what_is_not_part_of_a_checkpoint_is_named(kind, project, request, capsys):
+    place = project
+    if kind == "bucket":
+        place = location(request.getfixturevalue("bucket"), "place")
+    theirs = place / "checkpoints" / "checkpoint_0" / "notes.txt"
+    theirs.write_text("of the user")
+    capsys.readouterr()
+    assert run("verify", place) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
+    assert len(notes) == 1 and "checkpoint_0 " in notes[0] and notes[0].endswith(": notes.txt")
+    assert run("prune", place, "--keep", 1) == 0
+    assert [path.name for _, path in list_checkpoints(place / "checkpoints")] == ["checkpoint_1"]
+    if kind == "bucket":
+        # A folder goes as a whole; in a bucket what saves have written.
+        assert [path.name for path in theirs.parent.rglob("*")] == ["notes.txt"]
+
+
 def test_a_copy_of_many_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr("accelerate.checkpointing.files.BLOCK", 1 << 10)
     accelerator = Accelerator(cpu=True)

@@ -64,6 +64,9 @@ def test_what_is_a_bucket(tmp_path):
     assert not any(is_bucket(path) for path in paths)
     with pytest.raises(ConfigurationError, match=r"ftp://b/x.*accelerate\[buckets\]"):
         is_bucket("ftp://b/x")
+    for name, ours in (("s3a", "s3"), ("gcs", "gs"), ("abfss", "az")):
+        with pytest.raises(ConfigurationError, match=rf"{name}:// is neither.*{ours}://$"):
+            is_bucket(f"{name}://b/x")
 
 
 @pytest.mark.parametrize("location", ["s3://", "s3:///", "s3://b/../x", "az://b/x"])

@@ -16,6 +16,7 @@ from s3_server import Request, S3Server
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from accelerate import Accelerator
 from accelerate.checkpointing import (
     CorruptCheckpoint,
     Options,
@@ -30,11 +31,12 @@ from accelerate.checkpointing import (
     verify,
 )
 from accelerate.core.bucket_path import BucketPath
-from accelerate.core.errors import CheckpointError
+from accelerate.core.errors import BucketAccessError, CheckpointError
 from accelerate.core.files import location
 from accelerate.parallel.fsdp.strategy import Fsdp2Model
 from accelerate.precision.base import Precision
 from accelerate.state import PartialState
+from accelerate.utils import ProjectConfiguration
 
 pytest.importorskip("obstore")
 
@@ -207,3 +209,9 @@ def test_an_error_of_a_rank_fails_the_save_on_all(tmp_path: Path) -> None:
             # The files of the failed save are deleted, and the earlier checkpoint is there.
             assert server.keys() == keys
         verify(location("s3://bucket/run/c", "folder"))
+
+        # A bucket that is not there is one error, when an optimizer is prepared.
+        project = ProjectConfiguration("s3://absent/run", automatic_checkpoint_naming=True)
+        accelerator = Accelerator(cpu=True, project_config=project)
+        with pytest.raises(BucketAccessError, match=r"^rank 0: .*s3://absent/run"):
+            accelerator.prepare(torch.optim.SGD(model.parameters()))

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from s3_server import S3Server
 from states import reset_states
 
 from accelerate.commands import audit, replay
@@ -96,6 +97,19 @@ def test_a_run_on_other_numbers_of_ranks(ranks, script, tmp_path, capfd):
     output = capfd.readouterr().out
     # Steps 13 to 15 on 2 ranks. The save at step 15 has a digest on each.
     assert "positions 16-23" in output and "3 steps, 2 digests" in output
+
+
+@pytest.mark.thorough
+def test_checkpoints_in_a_bucket(script, tmp_path, capfd):
+    pytest.importorskip("obstore")
+    script.write_text(SCRIPT.replace("(folder, auto", "('s3://bucket/run', auto"))
+    run = tmp_path / "run"
+    with S3Server():
+        train(script, run)
+        assert command(replay, run, "--step", 8) == 0
+    output = capfd.readouterr()
+    assert "2 steps" in output.out
+    assert "s3://bucket/run/checkpoints/checkpoint_1" in output.out + output.err
 
 
 @pytest.mark.thorough

@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.core.errors import PrepareError
+from accelerate.core.errors import ConfigurationError, PrepareError
 from accelerate.local_sgd import LocalSGD
 from accelerate.run.first_step import FirstStepCheck
-from accelerate.utils import ParallelismConfig, gather_object
+from accelerate.utils import ParallelismConfig, ProjectConfiguration, gather_object
 
 
 def build(rate=0.1):
@@ -523,3 +523,34 @@ def test_a_model_that_was_not_prepared_beside_its_optimizer(averages):
     logged = gather_object(warnings(recorder))
     assert len(logged) == (0 if averages else 1)
     assert all("4 parameters" in text and "prepare" in text for text in logged)
+
+
+@pytest.mark.parametrize("place", ["folder", "memory://first-step/run"])
+def test_a_checkpoint_of_another_run_has_the_next_number(place, caplog, tmp_path):
+    if place == "folder":
+        place = str(tmp_path)
+    else:
+        pytest.importorskip("obstore")
+
+    def step(**options):
+        project = ProjectConfiguration(place, automatic_checkpoint_naming=True, **options)
+        accelerator = Accelerator(cpu=True, project_config=project)
+        model = torch.nn.Linear(2, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        if "iteration" not in options:
+            accelerator.resume(signals=())
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        return accelerator
+
+    for _ in range(2):
+        accelerator = step()
+        accelerator.save_state()
+        accelerator.end_training()
+    step(iteration=2).end_training()
+    assert warnings(caplog) == []
+    accelerator = step(iteration=1)
+    only(caplog, f"{place}/checkpoints/checkpoint_1", "resume()")
+    with pytest.raises(ConfigurationError, match="checkpoint_1"):
+        accelerator.save_state()
+    accelerator.end_training()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import logging
 import os
@@ -49,6 +50,8 @@ FORMAT = "accelerate-checkpoint"
 VERSION = 1
 ATTEMPTS = 50  # to read a folder that is replaced meanwhile
 _TOKEN = "parts-"  # what the folder of a save's files in a bucket begins with
+# The folder of a save's files in a bucket, and what is in it.
+_PARTS = re.compile(rf"(.*?/{_TOKEN}[0-9a-f]{{32}})/.*")
 _DAY = 86400.0  # seconds after which the files of an unfinished save may go
 LOADER_NAME = "dl_state_dict"  # of the API's files with positions in data loaders
 
@@ -252,6 +255,21 @@ def _foreign(folder: Path, manifest: Manifest) -> list[str]:
     return [name for name in names if name not in manifest.files]
 
 
+def foreign_files(folder: Path) -> list[str]:
+    """The files below a checkpoint that no save has written, under names that no load takes for its own."""
+    manifest = read_manifest(folder)
+    if isinstance(folder, BucketPath):
+        folder = folder.listed()
+    own = {MANIFEST, *manifest.files}
+    names = []
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        is_part = isinstance(folder, BucketPath) and _PARTS.fullmatch(f"/{name}")
+        if name not in own and not is_part and path.is_file():
+            names.append(name)
+    return sorted(names)
+
+
 def check_files(io: BlockIO, folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Raise CorruptCheckpoint, with every bad file's name, unless the checksums of these files match.
 
@@ -404,9 +422,24 @@ def list_checkpoints(directory: str | Path) -> list[tuple[int, Path]]:
     found = sorted((int(match[1]), entry) for match, entry in matches if match)
     if not isinstance(directory, BucketPath):
         return found
+    finished = set(_finished([folder for _, folder in found]))
+    return [(number, folder) for number, folder in found if folder in finished]
+
+
+def list_named(directory: Path) -> list[Path]:
+    """The finished checkpoints directly in a directory, whatever their names."""
+    return _finished(sorted(directory.iterdir()))
+
+
+def _finished(folders: list[Path]) -> list[Path]:
+    """Those of the folders that have a manifest."""
     with _requests() as pool:
-        present = list(pool.map(is_taken, (folder for _, folder in found)))
-    return [row for row, is_present in zip(found, present, strict=True) if is_present]
+        present = list(pool.map(_has_manifest, folders))
+    return list(itertools.compress(folders, present))
+
+
+def _has_manifest(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file()
 
 
 def _requests() -> ThreadPoolExecutor:
@@ -417,7 +450,7 @@ def _requests() -> ThreadPoolExecutor:
 def is_taken(folder: Path) -> bool:
     """Whether there is something that a save would replace: a folder, or in a bucket a finished checkpoint."""
     if isinstance(folder, BucketPath):
-        return (folder / MANIFEST).is_file()
+        return _has_manifest(folder)
     return folder.exists()
 
 
@@ -475,7 +508,8 @@ def rotate(directory: str | Path, total_limit: int | None) -> list[Path]:
     """Remove the oldest checkpoints beyond `total_limit` and return them; the newest valid one is never removed.
 
     Each is renamed before its files go, so that a kill in between leaves no half checkpoint under its name. In a
-    bucket its manifest goes first, and what unfinished saves have left goes after a day.
+    bucket its manifest goes first, other objects than those of saves stay, and what unfinished saves have left goes
+    after a day.
     """
     removed: list[Path] = []
     if total_limit is None:
@@ -526,8 +560,9 @@ def new_token() -> str:
 
 
 def remove_objects(folder: BucketPath) -> None:
-    """Delete all objects below a folder."""
-    folder.bucket.delete([entry.key for entry in folder.bucket.objects(folder.key)])
+    """Delete the files of saves below a folder. Other objects are not ours."""
+    keys = [entry.key for entry in folder.bucket.objects(folder.key)]
+    folder.bucket.delete([key for key in keys if _PARTS.fullmatch(f"/{key}")])
 
 
 def leftovers_of(path: Path) -> list[Path]:
@@ -552,10 +587,9 @@ def unfinished(folder: BucketPath, age: float = _DAY, now: float = 0.0) -> list[
         now: seconds since the epoch; at least the time of the newest object, which is by the store's clock.
     """
     written: dict[BucketPath, float] = {}
-    pattern = re.compile(rf"(.*?/{_TOKEN}[0-9a-f]{{32}})/.*")
     for entry in folder.bucket.objects(folder.key):
         now = max(now, entry.modified)
-        match = pattern.fullmatch(f"/{entry.key}")
+        match = _PARTS.fullmatch(f"/{entry.key}")
         if match is not None:
             parts = BucketPath(folder.bucket, match[1].removeprefix("/"))
             written[parts] = max(written.get(parts, 0.0), entry.modified)

@@ -131,11 +131,16 @@ def _list(options: argparse.Namespace) -> bool:
 
 
 def _verify(options: argparse.Namespace) -> bool:
-    from ..checkpointing.layout import verify
+    from ..checkpointing.layout import foreign_files, verify
 
     path = location(options.path, "path")
     folders, _ = _folders(path)
     rows = _rows(folders, verify, options, "read")
+    for folder, row in zip(folders, rows, strict=True):
+        row["foreign"] = foreign_files(folder) if row["ok"] else []
+        if row["foreign"] and not options.json:
+            names = names_in_words(row["foreign"])
+            print(f"note {folder} also has what is not part of it: {names}")
     if options.json:
         _print_json(path, rows)
     return all(row["ok"] for row in rows) if folders else _nothing(path)
@@ -250,9 +255,16 @@ def _check_store(options: argparse.Namespace) -> bool:
 def _folders(path: Path) -> tuple[list[Path], list[Path]]:
     """Return the checkpoints at `path`, oldest first, and the damaged ones that runs have renamed there.
 
-    `path` is a checkpoint, a folder of checkpoints or a project's folder.
+    `path` is a checkpoint, a folder of checkpoints or a project's folder. Where no checkpoint is numbered, those under
+    other names are meant.
     """
-    from ..checkpointing.layout import MANIFEST, checkpoints_dir, list_checkpoints, list_damaged
+    from ..checkpointing.layout import (
+        MANIFEST,
+        checkpoints_dir,
+        list_checkpoints,
+        list_damaged,
+        list_named,
+    )
 
     if not path.is_dir():
         return [], []
@@ -264,7 +276,7 @@ def _folders(path: Path) -> tuple[list[Path], list[Path]]:
                 return folders, damaged
     if (path / MANIFEST).is_file():
         return [path], []
-    return [], []
+    return list_named(path), []
 
 
 def _read_sizes(folder: Path) -> Manifest:

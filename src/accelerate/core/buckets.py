@@ -42,6 +42,8 @@ SCHEMES = {
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
     "memory": "",
 }
+# Schemes of other libraries -> ours.
+_SYNONYMS = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "azure": "az"}
 _VARIABLES = ("AWS_", "GOOGLE_", "AZURE_")
 # Bytes of a part of an upload, and of a range that one request reads; each has a request of its own.
 PART_SIZE = 16 << 20
@@ -135,10 +137,13 @@ def is_bucket(location: Any) -> bool:
     # A path object has one slash less, and a folder may have a colon in its name.
     if scheme == "hf" or found[2] == "/":
         return False
+    advice = ""
+    if scheme in _SYNONYMS:
+        advice = f". Write {_SYNONYMS[scheme]}://"
     raise ConfigurationError(
         f"{os.fsdecode(location)!r}: checkpoints are in local folders, or in buckets "
         f"({', '.join(f'{name}://' for name in SCHEMES)}) with `pip install accelerate[buckets]`; {scheme}:// is "
-        "neither"
+        f"neither{advice}"
     )
 
 

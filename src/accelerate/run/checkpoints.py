@@ -20,7 +20,7 @@ from ..checkpointing.commit import RunLocks, can_restore
 from ..checkpointing.layout import DamagedCheckpoint, is_taken
 from ..checkpointing.loading import LoadReport, load_newest, load_options, load_run
 from ..checkpointing.loading import resume as resume_run
-from ..checkpointing.pending import Options
+from ..checkpointing.pending import COMPLETION, Options
 from ..checkpointing.preemption import DEFAULT_SIGNALS
 from ..checkpointing.run_state import (
     PendingGradients,
@@ -33,7 +33,13 @@ from ..checkpointing.writer import Writer
 from ..config.training import ProjectConfiguration
 from ..core.bucket_path import BucketPath
 from ..core.buckets import Bucket, is_bucket
-from ..core.errors import ConfigurationError, MissingCheckpointError
+from ..core.errors import (
+    BucketAccessError,
+    BucketUnreachableError,
+    CheckpointError,
+    ConfigurationError,
+    MissingCheckpointError,
+)
 from ..core.files import location
 from ..core.observers import RunLoop
 from ..data_loader.loader import PreparedLoader
@@ -44,6 +50,7 @@ from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from ..parallel.registry import strategy_key
 from ..parallel.unwrap import extract_model_from_parallel, is_peft_model
 from ..precision.base import Precision
+from ..runtime.agreement import Agreement, RankErrors
 from ..runtime.step_exchange import StepExchange
 from ..state import AcceleratorState, GradientState, PartialState
 from ..tracking.group import TrackerGroup
@@ -134,10 +141,7 @@ class RunCheckpoints:
         self.controller.resume_if_pending()
         project = self.project
         folder, rotation = self._checkpoint_folder(output_dir, is_numbered)
-        taken = rotation is not None and all(
-            folder.name != damaged.name for damaged in self._damaged
-        )
-        if taken and is_taken(folder):
+        if rotation is not None and self._is_of_another_run(folder):
             raise ConfigurationError(
                 f"{folder} exists already (save_iteration is {project.iteration}). Resume with load_state() first, "
                 "set ProjectConfiguration.iteration, or use another project_dir: nothing is overwritten."
@@ -324,16 +328,42 @@ class RunCheckpoints:
     # -- resume and stop
 
     def check_bucket(self) -> None:
-        """Find out whether this machine can save in the bucket of the project: the first save may be hours away.
+        """Find out whether each machine can save in the bucket of the project: the first save may be hours away.
 
-        A run that only loads has no optimizer, and perhaps no right to write.
+        Every rank calls it, and raises what another one has found. A run that only loads has no optimizer, and perhaps
+        no right to write.
         """
         is_first = self.saves_in_project and len(self.objects.optimizers) == 1
-        if not is_first or not self.state.is_local_main_process:
+        if not is_first or not is_bucket(self.project.project_dir):
             return
-        if is_bucket(self.project.project_dir):
+        error: CheckpointError | None = None
+        if self.state.is_local_main_process:
             bucket, folder = Bucket.of(str(self.project.project_dir))
-            bucket.check_access(folder)
+            try:
+                bucket.check_access(folder)
+            except CheckpointError as caught:
+                error = caught
+        try:
+            Agreement(PartialState(), "bucket").exchange("prepare", None, COMPLETION, error=error)
+        except RankErrors as failed:
+            kind: type[CheckpointError] = BucketUnreachableError
+            if BucketAccessError.__name__ in failed.classes:
+                kind = BucketAccessError
+            raise kind(failed.common or str(failed)) from None
+
+    def foreign_checkpoint(self) -> Path | None:
+        """The checkpoint that has the name of the run's next one, and that no save of this run may replace."""
+        if not self.saves_in_project:
+            return None
+        folder, _ = self._checkpoint_folder(None, is_numbered=True)
+        if self._is_of_another_run(folder):
+            return folder
+        return None
+
+    def _is_of_another_run(self, folder: Path) -> bool:
+        """Whether there is a checkpoint that was neither loaded nor skipped: its number is none of this run's."""
+        is_skipped = any(folder.name == damaged.name for damaged in self._damaged)
+        return not is_skipped and is_taken(folder)
 
     def resume_at_first_use(self) -> None:
         """Resume when a prepared loader is first read, and stop on the default signals."""

@@ -7,6 +7,7 @@ compares short texts with those of the rank that came first, through the store: 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import weakref
@@ -166,6 +167,7 @@ class FirstStepCheck(RunObserver):
             self._compare_foreign(optimizer, run, steps)
         if run is None or steps:
             return
+        self._check_next_checkpoint(run)
         self._note_step_in_backward(optimizer, run)
         if self._count_shards() > 1 and dist.is_initialized():
             checksum = _checksum(_foreign_parameters(optimizer, run), None)
@@ -244,6 +246,20 @@ class FirstStepCheck(RunObserver):
             self._batch = _checksum(inputs, self._batch)
 
     # -- what is checked on one rank
+
+    def _check_next_checkpoint(self, run: RunCheckpoints) -> None:
+        """Log that the first automatically named save is going to fail, which may be hours away."""
+        folder = None
+        if run.state.is_main_process and not self._steps:
+            # What cannot be read now can perhaps be read then.
+            with contextlib.suppress(OSError):
+                folder = run.foreign_checkpoint()
+        if folder is not None:
+            self._log(
+                f"{folder} exists already, and this run has not loaded it: the first save_state() will fail. Call "
+                "load_state() or resume() before the first step, set ProjectConfiguration.iteration, or use another "
+                "project_dir"
+            )
 
     def _check_window(self) -> None:
         """Log that gradients are gone which an earlier batch of the present accumulation window has left."""
