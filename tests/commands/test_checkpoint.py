@@ -83,7 +83,7 @@ def test_json(project, capsys):
         (["telemetry/rank_0"], "of a run"),
         (["notes.txt"], "notes.txt"),
         ([], "empty"),
-        (["runs/checkpoint_manifest.json"], "/runs"),
+        (["runs/best/checkpoint_manifest.json"], "/runs"),
     ],
 )
 def test_what_a_folder_without_a_checkpoint_is(files, what, tmp_path, capsys):
@@ -279,7 +279,7 @@ def test_freely_named_checkpoints(kind, tmp_path, capsys):
     # What has no checkpoint in it is none.
     capsys.readouterr()
     assert run("list", place / "other") == 1
-    assert "BAD" in capsys.readouterr().out
+    assert "there is no checkpoint" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["folder", "bucket"])
@@ -290,6 +290,9 @@ def test_what_is_not_part_of_a_checkpoint_is_named(kind, project, request, capsy
     theirs = place / "checkpoints" / "checkpoint_0" / "notes.txt"
     theirs.write_text("of the user")
     capsys.readouterr()
+    assert run("verify", place, "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [row["foreign"] for row in rows] == [["notes.txt"], []]
     assert run("verify", place) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
     assert len(notes) == 1 and "checkpoint_0 " in notes[0] and notes[0].endswith(": notes.txt")
