@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from ..core.documents import IGNORED
 from ..core.errors import ConfigurationError
 
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
-# What torch's cross_entropy leaves out.
-IGNORED = -100
+
 # Rows have positions of their own, and need no mask: their lengths say which tokens see each other.
 _REPLACED = ("attention_mask", "position_ids")
 
