@@ -210,3 +210,24 @@ def test_quoted_messages_occur_in_the_source() -> None:
         "CUDA out of memory",
     }
     assert {piece for piece in pieces if piece not in texts} == set()
+
+
+def test_phrases_that_a_native_writer_avoids() -> None:
+    """`tools/english.py` has the list: British spellings, "inside of", "versions of torch" and others."""
+    english = importlib.import_module("tools.english")
+    assert english.findings() == []
+
+
+@pytest.mark.parametrize(
+    "text, wrong",
+    [
+        ("the behaviour inside of a window", 2),
+        ("versions of torch are one message", 2),
+        ("the file is no ledger", 1),
+        ("there is no file, which is no longer read; the mean of torch's values", 0),
+    ],
+)
+def test_phrases_are_found(text: str, wrong: int) -> None:
+    english = importlib.import_module("tools.english")
+    found = [pattern for pattern, _ in english.PHRASES if re.search(pattern, text)]
+    assert len(found) == wrong

@@ -57,7 +57,7 @@ SITUATIONS = (
         "the rank, the signal and its step; the line where the others waited",
     ),
     (
-        "a rank does not come to a collective",
+        "a rank never reaches a collective",
         "silence until torch's timeout of 30 minutes",
         "after 50 s (`--hang_report`): the function and line of each rank, and who computes",
     ),

@@ -233,7 +233,7 @@ def pipeline_schedules() -> str:
     ]
     header = (
         "name",
-        "class of torch",
+        "torch class",
         "stages on each rank",
         "order of ranks",
         "splits the backward",
@@ -244,7 +244,7 @@ def pipeline_schedules() -> str:
             "# Pipeline schedules\n",
             "`PipelineParallelConfig(schedule=...)` and `--parallelism_config_pp_schedule` take these names. A "
             "schedule that splits the backward computes the gradients of inputs and of weights separately. The last "
-            "column is the oldest version of torch whose class computes correct gradients. "
+            "column is the oldest torch version whose class computes correct gradients. "
             "[Pipeline parallelism](../layouts/pipeline.md) explains their use.\n",
             table(header, rows),
         ]

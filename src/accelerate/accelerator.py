@@ -386,7 +386,7 @@ class Accelerator(RunInterface):
             device_placement: for each object, whether it is moved to this process's device; None takes the
                 accelerator's `device_placement`.
             forward_methods: names of methods other than `forward` that compute with parameters, such as "encode",
-                for each model that has them. `generate` of sharded models of transformers needs no entry.
+                for each model that has them. `generate` of sharded transformers models needs no entry.
 
         Returns:
             The prepared objects in the order given: a tuple, or the object itself if there is only one.
@@ -795,7 +795,7 @@ class Accelerator(RunInterface):
             decay: the weight of the former average in an exponential average; None for the mean of all steps (SWA).
 
         Returns:
-            The average. Inside of `with average.applied()` the model has it in place of its weights.
+            The average. Inside `with average.applied()` the model has it in place of its weights.
 
         Raises:
             ConfigurationError: `decay` is not at least 0 and less than 1, or DeepSpeed trains the model.
@@ -1042,7 +1042,7 @@ class Accelerator(RunInterface):
     ) -> torch.Tensor | None:
         """Scale gradients so that their total norm over all shards is at most `max_norm`.
 
-        Inside of an accumulation window it scales nothing.
+        Inside an accumulation window it scales nothing.
 
         Args:
             parameters: the parameters whose gradients are scaled together.
@@ -1050,7 +1050,7 @@ class Accelerator(RunInterface):
             norm_type: the order of the norm; `inf` for the largest absolute value.
 
         Returns:
-            The total norm before clipping. Inside of a window, the norm of what this process has accumulated so far.
+            The total norm before clipping. Inside a window, the norm of what this process has accumulated so far.
             DeepSpeed clips in its own step, by its `gradient_clipping`, and returns
             the norm of the last step.
 
@@ -1078,7 +1078,7 @@ class Accelerator(RunInterface):
     def clip_grad_value_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float
     ) -> None:
-        """Clamp each element of the gradients to [-clip_value, clip_value]. Inside of a window it does nothing.
+        """Clamp each element of the gradients to [-clip_value, clip_value]. Inside a window it does nothing.
 
         Args:
             parameters: the parameters whose gradients are clamped.
@@ -1464,7 +1464,7 @@ class Accelerator(RunInterface):
     ) -> None:
         """Save the weights of a prepared model, with an index if there are several files.
 
-        Of a model of peft with a frozen base, these are the adapters, in the files of `PeftModel.save_pretrained`.
+        Of a peft model with a frozen base, these are the adapters, in the files of `PeftModel.save_pretrained`.
 
         The main process writes. Every process must call this for sharded layouts; in data parallelism the main one may
         do so alone. Call `wait_for_everyone` before another process reads the files.

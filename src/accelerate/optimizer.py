@@ -212,7 +212,7 @@ def is_optimizer(obj: object) -> bool:
 
 
 def plain_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside of a prepared one; any other as it is."""
+    """The optimizer inside a prepared one; any other as it is."""
     if isinstance(optimizer, AcceleratedOptimizer):
         return optimizer.optimizer
     return optimizer

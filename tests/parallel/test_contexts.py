@@ -113,7 +113,7 @@ def test_equal_to_the_plain_loop_or_an_error(layout):
         compare(layout)
     case = Run(layout, models=2, window=2)
     (first, _), (second, _) = case.models
-    with pytest.raises(AccelerateError, match=r"inside of accumulate.*accumulate\(first, second\)"):
+    with pytest.raises(AccelerateError, match=r"inside accumulate.*accumulate\(first, second\)"):
         with case.run.accumulate(first), case.run.accumulate(second):
             pass
     case.run.step = 0

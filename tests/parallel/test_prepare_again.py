@@ -118,5 +118,5 @@ def test_a_step_before_ddp_has_averaged_the_gradients_is_refused(prepared):
     model, wrapped = run.prepare(model, optimizer) if prepared else (run.prepare(model), optimizer)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: wrapped.step())
-    with pytest.raises(PrepareError, match="stepped inside of the backward"):
+    with pytest.raises(PrepareError, match="stepped inside the backward"):
         run.backward(model(torch.ones(1, 2, dtype=torch.float64)).sum())

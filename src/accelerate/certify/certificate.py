@@ -181,7 +181,7 @@ class Certificate:
             raise ConfigurationError(f"--steps {self.script.settings.steps}: give 1 or more")
         dtype = self.script.settings.dtype
         if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise ConfigurationError(f"--dtype {dtype} is no dtype of torch, such as float64")
+            raise ConfigurationError(f"--dtype {dtype} is not a torch dtype, such as float64")
         devices = system.accelerators().number
         for layout in [*self.layouts, self.reference]:
             if not self.script.cpu and layout.processes > devices:
@@ -325,7 +325,7 @@ def read(path: Path) -> tuple[Certificate, dict[str, str]]:
     """A certificate that can be run again, and the verdict on each layout.
 
     Raises:
-        ConfigurationError: the file is no certificate, or the script has been changed.
+        ConfigurationError: the file is not a certificate, or the script has been changed.
     """
     try:
         data = yaml.safe_load(read_regular(path, _SIZE))
@@ -336,7 +336,7 @@ def read(path: Path) -> tuple[Certificate, dict[str, str]]:
         reason = str(error).splitlines()[0]
         raise ConfigurationError(f"--check {path}: it cannot be read: {reason}") from None
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigurationError(f"--check {path}: it is no certificate: {error!r}") from None
+        raise ConfigurationError(f"--check {path}: it is not a certificate: {error!r}") from None
     script = certificate.script
     script.program.check()
     if script.digest() != expected:

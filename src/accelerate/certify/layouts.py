@@ -146,5 +146,5 @@ def check_base(base: Mapping[str, Any], origin: str) -> None:
         )
     if kind not in ("NO", "FSDP") and not str(kind).startswith("MULTI_"):
         raise ConfigurationError(
-            f"distributed_type: {kind} ({origin}) is no layout that can be compared with one process: use FSDP or ddp"
+            f"distributed_type: {kind} ({origin}) cannot be compared with one process: use FSDP or ddp"
         )

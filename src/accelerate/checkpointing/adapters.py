@@ -99,7 +99,7 @@ class AdapterModel(PreparedModel):
 
     @property
     def inner(self) -> nn.Module:
-        """The module inside of the wrappers of the layout."""
+        """The module inside the wrappers of the layout."""
         return self.prepared.inner
 
     @property
@@ -227,7 +227,7 @@ class AdapterOptimizer(PreparedOptimizer):
 def with_adapters(
     run: RunState, known: MutableMapping[PreparedModel, AdapterLayout]
 ) -> RunState | None:
-    """The run with the adapters of models of peft whose base is frozen, instead of these models; None without any.
+    """The run with the adapters of peft models whose base is frozen, instead of these models; None without any.
 
     Args:
         run: the run with entire models.

@@ -25,7 +25,7 @@ _BLOCK = 1 << 22  # elements whose products are in memory at a time
 def checksums(
     tensors: Mapping[str, torch.Tensor], device: torch.device | None = None
 ) -> dict[str, str]:
-    """{name: dtype, shape and checksum} of plain tensors and DTensors; a quantized tensor is the tensors inside of it.
+    """{name: dtype, shape and checksum} of plain tensors and DTensors; a quantized tensor is the tensors inside it.
 
     Args:
         tensors: the same names on all ranks.

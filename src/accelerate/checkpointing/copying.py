@@ -28,7 +28,7 @@ _BLOCKS = 4  # of a file that are read at the same time
 def copy_checkpoint(source: Path, target: Path) -> Manifest:
     """Copy a checkpoint to another folder or place in a bucket.
 
-    Each block is compared with its checksum on the way. The manifest is written last: an interrupted copy is no
+    Each block is compared with its checksum on the way. The manifest is written last: an interrupted copy is not a
     checkpoint.
 
     Returns:

@@ -47,14 +47,14 @@ def export(
 ) -> None:
     """Write a model as `from_pretrained` reads it: the configuration of a model of transformers, and its weights.
 
-    A model of peft becomes its adapters alone, as `PeftModel.from_pretrained` reads them. Every process calls, and
+    A peft model becomes its adapters alone, as `PeftModel.from_pretrained` reads them. Every process calls, and
     the main one writes, and prints what it has written and how long that took. Of a sharded model, one tensor (with
     `merge_adapters`, one layer) at a time is gathered.
 
     Args:
         model: a prepared model, under DDP, FSDP2 or tensor parallelism, or any other.
         folder: is created.
-        merge_adapters: add the active adapters of a model of peft to its base, and write that.
+        merge_adapters: add the active adapters of a peft model to its base, and write that.
         max_shard_size: the largest size of a file, in bytes or as text such as "5GB".
 
     Raises:

@@ -244,7 +244,7 @@ def _load(base: str, from_pretrained: Callable[..., Any]) -> Any:
         return from_pretrained(base)
     except Exception as error:
         raise ConfigurationError(
-            f"--base {base} is no folder, not in the local cache, and not to be had from the Hub: {_first_line(error)}"
+            f"--base {base} is not a folder, not in the local cache, and not on the Hub: {_first_line(error)}"
         ) from error
 
 

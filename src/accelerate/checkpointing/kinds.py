@@ -319,7 +319,7 @@ def check_optimizer(
 
 
 def check_scheduler(item: object, state: object, saved_class: str | None) -> list[str]:
-    """Raise CheckpointError where a state is that of another kind of torch scheduler. Returns notes.
+    """Raise CheckpointError where a state is that of another torch scheduler. Returns notes.
 
     Args:
         item: the scheduler, prepared or not. One that is not torch's decides itself what it takes.

@@ -70,7 +70,7 @@ def is_api_file(name: str) -> bool:
 
 
 class CorruptCheckpoint(CheckpointError):
-    """A folder that is no valid checkpoint: its manifest is missing or unreadable, or a file differs from it."""
+    """A folder that is not a valid checkpoint: its manifest is missing or unreadable, or a file differs from it."""
 
 
 class CheckpointMismatch(CheckpointError):

@@ -130,7 +130,7 @@ class CheckpointReader:
         return ModelWeights(path, shapes, read, self.model_extra(index))
 
     def model_extra(self, index: int) -> dict[str, object]:
-        """The entries of a model's state that are no tensors."""
+        """The entries of a model's state that are not tensors."""
         return {}
 
     def counts(self) -> dict[str, int]:
@@ -460,9 +460,9 @@ class Differences:
 def compare_names(
     saved: Mapping[str, tuple[int, ...] | None], state: Mapping[str, object]
 ) -> Differences:
-    """How saved entries ({name: shape}, None for an entry that is no tensor) differ from those of a model's state.
+    """How saved entries ({name: shape}, None for an entry that is not a tensor) differ from those of a model's state.
 
-    An entry that the file lacks is no difference when the model ties it to one that the file has.
+    An entry that the file lacks is not a difference when the model ties it to one that the file has.
     """
     differences = Differences()
     present = {

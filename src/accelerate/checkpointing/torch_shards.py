@@ -117,7 +117,7 @@ class PlainReader(FileSystemReader):
 
 
 class PlainPlanner(DefaultLoadPlanner):
-    """Reads what is no tensor with `weights_only=True`; torch's own planner unpickles it."""
+    """Reads what is not a tensor with `weights_only=True`; torch's own planner unpickles it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ def tensors_in(data: object, operation: str, outline: list[Any] | None = None) -
     """The tensors of nested `data` in order, none of a subclass. `outline` is filled with the keys of its mappings.
 
     Raises TypeError, naming `operation`, for a value that is neither tensor nor container, and for a tensor of a kind
-    that is no plain one.
+    that is not a plain one.
     """
     if outline is None:
         outline = []

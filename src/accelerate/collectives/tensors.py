@@ -378,7 +378,7 @@ def get_data_structure(data: object) -> Any:
 
 
 def initialize_tensors(data_structure: object) -> Any:
-    """The inverse of `get_data_structure`: uninitialised tensors in place of every `TensorInformation`."""
+    """The inverse of `get_data_structure`: uninitialized tensors in place of every `TensorInformation`."""
 
     def create(info: TensorInformation) -> Tensor:
         return torch.empty(info.shape, dtype=info.dtype)

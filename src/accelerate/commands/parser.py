@@ -62,7 +62,7 @@ def _listed(choices: Sequence[str]) -> str:
 
 
 def has_colour(stream: TextIO) -> bool:
-    """Whether to colour what a stream shows: on a terminal, unless NO_COLOR is set; FORCE_COLOR colours files too."""
+    """Whether to color what a stream shows: on a terminal, unless NO_COLOR is set; FORCE_COLOR colors files too."""
     from ..core import env
 
     if env.get("NO_COLOR"):
@@ -71,7 +71,7 @@ def has_colour(stream: TextIO) -> bool:
 
 
 def coloured_help(text: str) -> str:
-    """The text of a help message with bold headings and coloured flags."""
+    """The text of a help message with bold headings and colored flags."""
     text = re.sub(r"(?m)^(\S[^\n]*:)$", "\x1b[1m\\1\x1b[0m", text)
     text = re.sub(r"\Ausage:", "\x1b[1musage:\x1b[0m", text)
     return re.sub(r"(?m)^  ((?:--?[\w-]+)(?:, --?[\w-]+)*)", "  \x1b[36m\\1\x1b[0m", text)
@@ -132,7 +132,7 @@ class Parser(argparse.ArgumentParser):
         self.flags.update(dict.fromkeys(action.option_strings, action))
 
     def print_help(self, file: Any = None) -> None:
-        """Print the help, with colours on a terminal."""
+        """Print the help, with colors on a terminal."""
         text = self.format_help()
         file = sys.stdout if file is None else file
         file.write(coloured_help(text) if has_colour(file) else text)

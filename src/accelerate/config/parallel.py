@@ -144,7 +144,7 @@ class PipelineParallelConfig:
         balance: what stages are to be equal in: "parameters" (bytes), or "time", measured with `example_inputs`.
         example_inputs: keyword arguments of the model's forward. It runs once on the first rank, to see in which order
             modules compute, which outputs are used on later stages, and which weights are read and not called. None: a
-            model of transformers runs on its dummy inputs, any other is taken to compute in the order of its modules.
+            transformers model runs on its dummy inputs, any other is taken to compute in the order of its modules.
         carried: names of modules whose output more than the next block uses (skip connections): it travels on to all
             later stages. None: those observed with `example_inputs`, and the encoder of an encoder-decoder model of
             transformers.

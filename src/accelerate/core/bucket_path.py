@@ -101,7 +101,7 @@ class BucketPath(_Path):
         return BucketPath(self.bucket, self.key.rpartition("/")[0])
 
     def with_name(self, name: str) -> BucketPath:
-        """A neighbour."""
+        """A neighbor."""
         return self.parent / name
 
     def relative_to(self, other: object) -> PurePosixPath:  # type: ignore[override]

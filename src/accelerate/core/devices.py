@@ -79,7 +79,7 @@ def select(local_rank: int, local_world_size: int, cpu: bool = False) -> torch.d
 
 
 def xla_device() -> torch.device | None:
-    """This process's device of torch_xla, which is no `torch.accelerator`; None where the package is not installed."""
+    """This process's device of torch_xla, which is not a `torch.accelerator`; None if it is not installed."""
     if not is_available("torch_xla"):
         return None
     import torch_xla

@@ -32,7 +32,7 @@ class DistributedOperationException(AccelerateError):
 
 
 class CommunicationError(AccelerateError, RuntimeError):
-    """Another rank is gone, or did not come to a collective in time. The message contains what is known about it."""
+    """Another rank is gone, or did not reach a collective in time. The message contains what is known about it."""
 
 
 class LaunchError(AccelerateError, RuntimeError):
@@ -120,7 +120,7 @@ _REMEDIES = {
 
 
 def add_remedy(error: BaseException) -> bool:
-    """Add a line to the traceback of an error of torch that says what to do about a frequent mistake, if it is one.
+    """Add a line to the traceback of a torch error that says what to do about a frequent mistake, if it is one.
 
     Returns:
         Whether it is an error that a wrong loss causes.

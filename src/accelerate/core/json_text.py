@@ -30,7 +30,7 @@ def decode_text(raw: bytes | bytearray) -> str:
 def parse(raw: bytes | bytearray | str, numbers: bool = False) -> Any:
     """The value of a JSON text. With `numbers`, NaN and the infinities are numbers, as Python's own writer has them.
 
-    Raises JSONTextError for what is no JSON, for a key that stands twice, and for nesting that is too deep.
+    Raises JSONTextError for what is not JSON, for a key that stands twice, and for nesting that is too deep.
     """
     text = raw if isinstance(raw, str) else decode_text(raw)
     options: dict[str, Any] = {} if numbers else {"parse_constant": _refuse_constant}

@@ -117,7 +117,7 @@ def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] 
 def class_names(model: nn.Module, option: str, classes: Any) -> list[str]:
     """The names of classes in an option, given as one or in any container.
 
-    Published lists are for several families of models, so a name that no module has is no error. If that are all
+    Published lists are for several families of models, so a name that no module has is not an error. If that are all
     names, and the model does not list them itself (`_no_split_modules`), there is a warning.
     """
     names = flat_list(classes)

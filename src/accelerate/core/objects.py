@@ -104,7 +104,7 @@ def get_pretty_name(obj: Any) -> str:
 
 
 def spans(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """The first and the last of each run of neighbours: 0, 1, 2, 5 are (0, 2) and (5, 5)."""
+    """The first and the last of each run of neighbors: 0, 1, 2, 5 are (0, 2) and (5, 5)."""
     found: list[tuple[int, int]] = []
     for number in numbers:
         if found and number == found[-1][1] + 1:

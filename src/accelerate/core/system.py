@@ -217,7 +217,7 @@ def available_memory() -> int:
 
 
 def uses_libuv() -> bool:
-    """Whether stores of torch run on libuv. As in torch's own rule, that is not the default on Windows.
+    """Whether torch stores run on libuv. As in torch's own rule, that is not the default on Windows.
 
     Torch's builds for Windows may lack libuv, and its stores refuse to start then: pytorch/pytorch#139990.
     """

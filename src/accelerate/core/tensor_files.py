@@ -140,7 +140,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: object) -> torch.dtype:
-    """Any dtype of torch by its name. Raises ValueError where there is none."""
+    """Any torch dtype by its name. Raises ValueError where there is none."""
     if isinstance(name, str):
         found = getattr(torch, name, None)
     else:

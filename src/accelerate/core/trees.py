@@ -60,7 +60,7 @@ def rebuild_mapping(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def children(data: Any) -> dict[Any, Any] | None:
-    """The values in a container by position, key or field; None for what is no container."""
+    """The values in a container by position, key or field; None for what is not a container."""
     if isinstance(data, (list, tuple)):
         return dict(enumerate(data))
     if isinstance(data, Mapping):

@@ -73,7 +73,7 @@ def map_dataset(
         timeout: seconds to wait at the end for the other processes.
 
     Returns:
-        The paths of the files, in the order of the samples. A row that is no dictionary is written as
+        The paths of the files, in the order of the samples. A row that is not a dictionary is written as
         `{"output": row}`.
 
     Raises:

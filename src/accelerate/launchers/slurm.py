@@ -59,7 +59,7 @@ class SlurmLauncher(Launcher):
 
     @property
     def options(self) -> list[str]:
-        """The additional options of sbatch. ConfigurationError for text that is no words of a shell."""
+        """The additional options of sbatch. ConfigurationError for text that is not words of a shell."""
         try:
             return shlex.split(self.spec.slurm_options)
         except ValueError as error:

@@ -48,7 +48,7 @@ class Epoch:
         trained: positions that were trained at least once.
         samples: that were trained, without padding; NaN if they were not counted.
         ranks: numbers of ranks, in the order of the steps.
-        is_open: the run has ended within this epoch, which is no fault.
+        is_open: the run has ended within this epoch, which is not a fault.
     """
 
     loader: int

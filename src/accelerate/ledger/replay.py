@@ -55,7 +55,7 @@ class Replay:
         ledger: of the run.
         step: the last one that is made again.
         from_start: begin without a checkpoint.
-        anyway: run another script or version of torch than the recorded ones.
+        anyway: run another script or torch version than the recorded ones.
         is_single: on one process.
 
     Raises:

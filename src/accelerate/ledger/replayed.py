@@ -58,7 +58,7 @@ class ReplaySettings(ProcessSettings):
 
 
 def read() -> ReplaySettings | None:
-    """The settings of this process; None in a run that is no replay. Raises as `read_as`."""
+    """The settings of this process; None in a run that is not a replay. Raises as `read_as`."""
     return read_as(ReplaySettings, VARIABLE, "accelerate replay")
 
 

@@ -202,7 +202,7 @@ def read_rows(path: Path) -> Array | None:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror or error}") from None
     header, data = data[:SIZE], data[SIZE:]
     if not HEADER.startswith(header):
-        raise ConfigurationError(f"{path} is no ledger, or one of another version of accelerate")
+        raise ConfigurationError(f"{path} is not a ledger, or one of another version of accelerate")
     rows = np.frombuffer(data, START.dtype, len(data) // SIZE)
     if (rows["kind"] >= len(KINDS)).any():
         raise ConfigurationError(f"{path} is damaged: it has rows of an unknown kind")

@@ -290,7 +290,7 @@ class Run:
 
 
 def values_files(folder: Path) -> list[Path]:
-    """The files of logged values in the folder of a run, and in the folders in it that are no runs of their own."""
+    """The files of logged values in the folder of a run, and in the folders in it that are not runs of their own."""
     try:
         with os.scandir(folder) as entries:
             folders = sorted(Path(entry.path) for entry in entries if entry.is_dir())
@@ -311,7 +311,7 @@ def open_runs(
         are_partial: whether to read only the newest steps and events of ranks other than 0.
 
     Raises:
-        ConfigurationError: a path is no folder, or a folder that is not of a run.
+        ConfigurationError: a path is not a folder, or a folder that is not of a run.
     """
     folders = [user_path(path, "RUN") for path in paths]
     for folder in folders:

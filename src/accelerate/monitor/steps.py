@@ -49,7 +49,7 @@ _MERGES = (np.fmin, np.fmax, np.add, np.add, np.fmax, np.add)
 
 @dataclass
 class Buckets:
-    """Values of neighbouring steps, reduced: arrays of shape (..., buckets, columns), NaN where there is none."""
+    """Values of neighboring steps, reduced: arrays of shape (..., buckets, columns), NaN where there is none."""
 
     low: Array
     high: Array
@@ -108,7 +108,7 @@ class Buckets:
 
 @dataclass
 class Segment:
-    """Neighbouring records of a file whose steps ascend."""
+    """Neighboring records of a file whose steps ascend."""
 
     start: int
     """The number of the first record."""

@@ -29,7 +29,7 @@ def checkpoint_activations(
 
     Args:
         model: changed in place.
-        modules: modules inside of the model.
+        modules: modules inside the model.
         device: that of the run.
         offload: keep a module's inputs in host memory (no effect on the CPU).
 

@@ -31,7 +31,7 @@ AdapterNames = dict[str, dict[str, str]]
 def adapter_names(module: nn.Module) -> AdapterNames | None:
     """The tensors of each adapter of a model of peft.
 
-    None if a model without them is not complete when its base is loaded again: it is no model of peft, trains or
+    None if a model without them is not complete when its base is loaded again: it is not a peft model, trains or
     changes other tensors too, or peft computes what it saves (prompts, AdaLoRA), of which FSDP2 has shards.
     """
     model: Any = extract_model_from_parallel(module, keep_torch_compile=False)
@@ -124,7 +124,7 @@ def is_merged(module: nn.Module) -> bool:
 
 
 def original_module(module: Any) -> nn.Module:
-    """The module of the base inside of one with adapters, with the names and shapes of the merged tensors."""
+    """The module of the base inside one with adapters, with the names and shapes of the merged tensors."""
     original: nn.Module
     if hasattr(module, "original_module"):
         original = module.original_module
@@ -151,7 +151,7 @@ def merged_module(module: Any) -> nn.Module:
 def adapted_plan(
     model: nn.Module, plan: Mapping[str, Any], wildcard: Callable[[str], re.Pattern[str]]
 ) -> dict[str, Any]:
-    """The styles of a base's tensor-parallel plan by names in a model of peft: of layers, and of their LoRA matrices.
+    """The styles of a base's tensor-parallel plan by names in a peft model: of layers, and of their LoRA matrices.
 
     Of a layer that is split by columns, LoRA's B is split too, and of one that is split by rows A is. The other matrix
     has equal inputs and gradients on all ranks.

@@ -54,7 +54,7 @@ def choose_strategy(
 
 
 def check_deepspeed_layout(world_size: int, parallelism: ParallelismConfig) -> None:
-    """Raise ConfigurationError for sizes other than those of data parallelism, the only layout of DeepSpeed here."""
+    """Raise ConfigurationError for sizes other than those of data parallelism, all that DeepSpeed has here."""
     parallelism.validate(world_size)
     split = [
         f"{name}_size={parallelism.sizes[name]}"

@@ -18,7 +18,7 @@ class ItemWindow:
     """Weighs each backward of an accumulation window by its items (tokens, samples).
 
     A loss that is a mean over n items is multiplied by n, so that gradients accumulate sums. At the step that
-    synchronises, the number of items of the window is summed over the ranks that average gradients while the backward
+    synchronizes, the number of items of the window is summed over the ranks that average gradients while the backward
     runs, and one fused multiply turns sums into the mean over all items of the window on all of them. No look-ahead
     is needed.
 

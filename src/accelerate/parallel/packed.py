@@ -110,7 +110,7 @@ class PackedRows:
         return args, kwargs
 
     def adapt(self, part: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward pre-hook of each model of transformers in the prepared one."""
+        """The forward pre-hook of each transformers model in the prepared one."""
         if self.documents is None:
             return None
         bound = inspect.signature(part.forward).bind_partial(*args, **kwargs)

@@ -328,7 +328,7 @@ def units_of(models: Iterable[PreparedModel]) -> list[nn.Module]:
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:
-    """Reshard every FSDP2 unit inside of these modules."""
+    """Reshard every FSDP2 unit inside these modules."""
     for module in modules:
         for unit in module.modules():
             if isinstance(unit, FSDPModule):

@@ -105,7 +105,7 @@ class Replacements:
 
 
 def containers_of(optimizer: Any) -> list[Any]:
-    """The lists and dicts that an optimizer keeps parameters and state in, also those of optimizers inside of it."""
+    """The lists and dicts that an optimizer keeps parameters and state in, also those of optimizers inside it."""
     containers: list[Any] = []
     seen: set[int] = set()
     remaining = [optimizer.param_groups, optimizer.state, optimizer]

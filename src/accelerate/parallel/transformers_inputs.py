@@ -36,7 +36,7 @@ def replace_arguments(
 def adapt_packed(
     model: nn.Module, bound: inspect.BoundArguments, documents: Documents
 ) -> tuple[dict[str, Any], Documents]:
-    """(arguments to add or replace, the documents without padding), for a model of transformers on packed rows.
+    """(arguments to add or replace, the documents without padding), for a transformers model on packed rows.
 
     With positions that restart, and neither mask nor cache, it builds its own masks of documents, for every
     implementation of attention.

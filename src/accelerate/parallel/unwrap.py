@@ -211,7 +211,7 @@ def add_forward_methods(prepared: PreparedModel, names: Iterable[str]) -> None:
 
 
 def is_generator(model: nn.Module) -> bool:
-    """Whether a model has the `generate` of transformers, also inside of an adapter of peft."""
+    """Whether a model has the `generate` of transformers, also inside a peft adapter."""
     library: Any = sys.modules.get("transformers.generation.utils")
     is_of_library = library is not None and isinstance(model, library.GenerationMixin)
     return is_of_library or (is_peft_model(model) and hasattr(model, "generate"))

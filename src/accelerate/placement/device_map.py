@@ -69,7 +69,7 @@ def _path(name: str, start: str) -> list[str]:
 def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     """Check that `device_map` gives every tensor of the model's state dict a device.
 
-    Raises ValueError with the names of those without one, and TypeError for what is no mapping. Keys that fit no
+    Raises ValueError with the names of those without one, and TypeError for what is not a mapping. Keys that fit no
     submodule are named in a warning.
     """
     if not isinstance(device_map, Mapping):

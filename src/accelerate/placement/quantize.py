@@ -59,7 +59,7 @@ def tied_modules(model: nn.Module) -> set[str]:
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
     """Modules that keep their precision by default: the output layer, and modules that share its weights.
 
-    A model that is itself the body of a larger one has no output layer: all of it may be quantised.
+    A model that is itself the body of a larger one has no output layer: all of it may be quantized.
     """
     tied = tied_modules(model)
     prefix = getattr(model, "base_model_prefix", None)
@@ -85,9 +85,9 @@ def linear_layers(model: nn.Module, skip: Sequence[str]) -> dict[str, nn.Linear]
 def replace_linear_layers(
     model: nn.Module, config: BnbQuantizationConfig, skip: Sequence[str]
 ) -> int:
-    """Replace the linear layers of `model`, but for those within `skip`, by quantising ones; how many there were.
+    """Replace the linear layers of `model`, but for those within `skip`, by quantizing ones; how many there were.
 
-    The weights are taken over as they are: they are quantised when they reach the device they run on.
+    The weights are taken over as they are: they are quantized when they reach the device they run on.
     """
     layers = linear_layers(model, skip)
     layers.pop("", None)
@@ -160,7 +160,7 @@ def quantized_device_map(
     max_memory: MutableMapping[int | str, int | str] | None,
     no_split_module_classes: Sequence[str] | None,
 ) -> dict[str, Any]:
-    """The device map of a quantised model: the given one, a planned one, or all on the main device.
+    """The device map of a quantized model: the given one, a planned one, or all on the main device.
 
     Raises ConfigurationError where a plan would offload 4-bit layers, which cannot be kept elsewhere.
     """
@@ -211,19 +211,19 @@ def load_and_quantize_model(
     *,
     skip_modules: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Quantise the linear layers of `model` with bitsandbytes or torchao, as configured, and return the model.
+    """Quantize the linear layers of `model` with bitsandbytes or torchao, as configured, and return the model.
 
-    A model on the meta device gets the weights at `weights_location`, each quantised as it arrives where `device_map`
-    puts it (default: all on the accelerator in use, or on the CPU). One that holds weights is quantised on that
-    device. Offloaded 8-bit layers are stored quantised; 4-bit layers can only be offloaded by a map of your own, and
+    A model on the meta device gets the weights at `weights_location`, each quantized as it arrives where `device_map`
+    puts it (default: all on the accelerator in use, or on the CPU). One that holds weights is quantized on that
+    device. Offloaded 8-bit layers are stored quantized; 4-bit layers can only be offloaded by a map of your own, and
     are then kept in `torch_dtype`.
 
-    A configuration of torchao's, such as `Int8WeightOnlyConfig()`, quantises with torchao: only weights, in the dtype
-    of the model, on any device that torchao supports; all that is offloaded is stored quantised. `skip_modules`
-    stay unquantised (default: the output layer). Layers with tied weights always do.
+    A configuration of torchao's, such as `Int8WeightOnlyConfig()`, quantizes with torchao: only weights, in the dtype
+    of the model, on any device that torchao supports; all that is offloaded is stored quantized. `skip_modules`
+    stay unquantized (default: the output layer). Layers with tied weights always do.
 
     Raises ImportError without bitsandbytes, RuntimeError for a meta model without `weights_location`,
-    ConfigurationError where torchao cannot quantise a weight on its device.
+    ConfigurationError where torchao cannot quantize a weight on its device.
     """
     config = bnb_quantization_config
     if not isinstance(config, BnbQuantizationConfig):

@@ -43,7 +43,7 @@ def as_dtype(dtype: Dtype | None) -> Any:
     value = getattr(torch, dtype.removeprefix("torch."), None)
     if not isinstance(value, torch.dtype):
         raise ValueError(
-            f"{dtype!r} is not a dtype of torch: give one such as 'float16' or torch.float16"
+            f"{dtype!r} is not a torch dtype: give one such as 'float16' or torch.float16"
         )
     return value
 

@@ -64,7 +64,7 @@ def is_quantized_layer(module: nn.Module) -> bool:
 
 
 def check_quantized(model: nn.Module, device: torch.device, training: bool) -> bool:
-    """Return whether `model` has 8- or 4-bit weights, which must stay on the device where they were quantised.
+    """Return whether `model` has 8- or 4-bit weights, which must stay on the device where they were quantized.
 
     Args:
         model: any model. Libraries mark those with such weights with `is_loaded_in_8bit` or `is_loaded_in_4bit`.

@@ -104,7 +104,7 @@ TiedCopies = dict[int, dict[torch.device, torch.Tensor]]
 def as_device(device: Place) -> torch.device:
     """A torch device with its index. A number is an accelerator's.
 
-    Raises ConfigurationError for a number on a machine without accelerators, and for what is no device.
+    Raises ConfigurationError for a number on a machine without accelerators, and for what is not a device.
     """
     if isinstance(device, int):
         kind = devices.accelerator_type()

@@ -65,7 +65,7 @@ def _unpickled(path: str, mapped: bool) -> Mapping[str, Any]:
         why = str(error)[:500] or "it is empty or incomplete"
         raise CheckpointError(f"{path} cannot be read as a state dict: {why}") from error
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
-        raise CheckpointError(f"{path} holds a {type(state).__name__} that is no state dict")
+        raise CheckpointError(f"{path} holds a {type(state).__name__} that is not a state dict")
     return state
 
 
@@ -133,7 +133,7 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
 
 
 def shapes_in(weights: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
-    """{name: shape} of an open file, without reading a tensor of a safetensors file; None for what is no tensor."""
+    """{name: shape} of an open file, without reading a tensor of a safetensors file; None for what is not a tensor."""
     if isinstance(weights, SafetensorsFile):
         return {name: entry.shape for name, entry in weights.header.entries.items()}
     shapes: dict[str, tuple[int, ...] | None] = {}

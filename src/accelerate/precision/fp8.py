@@ -155,7 +155,7 @@ class TransformerEnginePrecision(Float8Precision):
         return converted
 
     def wrap_forward(self, model: torch.nn.Module, full_outputs: bool = True) -> torch.nn.Module:
-        """bf16 autocast, and inside of it the engine's fp8 autocast."""
+        """bf16 autocast, and inside it the engine's fp8 autocast."""
         model = super().wrap_forward(model, full_outputs)
         return fp8_te.apply_fp8_autowrap(model, self.recipe)
 

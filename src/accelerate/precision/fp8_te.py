@@ -34,10 +34,10 @@ def convert_model(
     _convert_linear: bool = True,
     _convert_ln: bool = True,
 ) -> None:
-    """Replace, in place, the linear and normalisation layers of `model` by Transformer Engine's, or back.
+    """Replace, in place, the linear and normalization layers of `model` by Transformer Engine's, or back.
 
-    Weights, biases, dtypes and devices are kept. A linear layer with a dimension that is no multiple of 16 stays as it
-    is: the engine has no kernel for it. Call it before the optimizer is made.
+    Weights, biases, dtypes and devices are kept. A linear layer with a dimension that is not a multiple of 16 stays as
+    it is: the engine has no kernel for it. Call it before the optimizer is made.
     """
     replace = _to_engine if to_transformer_engine else _from_engine
     children = []

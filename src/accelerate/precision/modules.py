@@ -47,7 +47,7 @@ def check_policy(policy: Any, mixed_precision: str) -> PrecisionPolicy:
 
 
 def check_matches(policy: PrecisionPolicy, models: Sequence[nn.Module]) -> None:
-    """Raise PrepareError for a pattern that no module inside of the models has."""
+    """Raise PrepareError for a pattern that no module inside the models has."""
     names: list[str] = []
     for model in models:
         names += [name for name, _ in model.named_modules() if name]
@@ -61,7 +61,7 @@ def check_matches(policy: PrecisionPolicy, models: Sequence[nn.Module]) -> None:
 
 
 def find_regions(model: nn.Module, policy: PrecisionPolicy) -> dict[nn.Module, torch.dtype]:
-    """The outermost modules that compute in a dtype of the policy, and those inside of them with another one.
+    """The outermost modules that compute in a dtype of the policy, and those inside them with another one.
 
     What is never called, as `nn.ModuleList`, stands for the modules in it.
     """

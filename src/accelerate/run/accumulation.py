@@ -196,7 +196,7 @@ class AccumulatedBatch(contextlib.ContextDecorator):
         if window.steps > 1:
             if window.is_open:
                 raise AccelerateError(
-                    "accumulate was entered inside of accumulate: each counts a batch, so that one model would step "
+                    "accumulate was entered inside accumulate: each counts a batch, so that one model would step "
                     "with unreduced gradients. Pass all models to one: accelerator.accumulate(first, second)"
                 )
             if sync:

@@ -97,7 +97,7 @@ class AveragedWeights:
         """Raise PrepareError for what would use the averages as the weights that train: a step, a save, a load."""
         if self._is_applied:
             raise PrepareError(
-                "inside of average.applied() the model has the averages: call optimizer.step, save_state and "
+                "inside average.applied() the model has the averages: call optimizer.step, save_state and "
                 "load_state after the block. save_model saves the averages alone"
             )
 
@@ -148,7 +148,7 @@ class AveragedWeights:
         """
         if self._is_applied:
             raise PrepareError(
-                "average.applied() inside of average.applied(): the model has the averages already"
+                "average.applied() inside average.applied(): the model has the averages already"
             )
         weights = self._put(self._averages)
         self._is_applied = True

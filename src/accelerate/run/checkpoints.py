@@ -192,7 +192,7 @@ class RunCheckpoints:
     def save_adapters(
         self, prepared: PreparedModel, folder: str | os.PathLike[str], safe: bool
     ) -> bool:
-        """Save the adapters of a model of peft into a folder; False for a model that has to be saved entirely."""
+        """Save the adapters of a peft model into a folder; False for a model that has to be saved entirely."""
         if not is_peft_model(prepared.module):
             return False
         from ..checkpointing.adapters import AdapterModel, save_adapters

@@ -133,7 +133,7 @@ class FirstStepCheck(RunObserver):
         self._is_in_backward = False
         if self._stepped_too_early:
             raise PrepareError(
-                "an optimizer stepped inside of the backward, as in a hook of register_post_accumulate_grad_hook: DDP "
+                "an optimizer stepped inside the backward, as in a hook of register_post_accumulate_grad_hook: DDP "
                 "averages gradients after such hooks, so each process would train another model. Step after "
                 "accelerator.backward, or set fsdp_version=2, which calls these hooks with averaged gradients"
             )

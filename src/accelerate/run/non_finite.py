@@ -57,7 +57,7 @@ class NonFiniteGuard:
             self._loss = value if self._loss is None else self._loss + value
 
     def check_closure(self, closure: Callable[[], Any] | None) -> None:
-        """Raise PrepareError for a closure, which computes its losses inside of the step."""
+        """Raise PrepareError for a closure, which computes its losses inside the step."""
         if closure is not None:
             raise PrepareError(
                 "non_finite: optimizer.step(closure) computes losses while it updates parameters, so that it cannot "
@@ -151,6 +151,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise PrepareError for an optimizer that updates parameters before its step."""
     if hasattr(optimizer, "fused_backward"):
         raise PrepareError(
-            f"non_finite: {type(optimizer).__name__} updates parameters inside of the backward, where no step can be "
+            f"non_finite: {type(optimizer).__name__} updates parameters inside the backward, where no step can be "
             "left out. Leave non_finite out, or use another optimizer"
         )

@@ -84,7 +84,7 @@ class RunObjects:
         return prepared
 
     def find_trained(self, optimizer: AcceleratedOptimizer) -> PreparedModel | None:
-        """The prepared model whose parameters an optimizer steps; None where it is no prepared model."""
+        """The prepared model whose parameters an optimizer steps; None where it is not a prepared model."""
         for model in self.models:
             if model.trains_with(optimizer.optimizer):
                 return model

@@ -74,7 +74,7 @@ def start(
         backends.register(backend)
         if not dist.is_backend_available(backend):
             raise ConfigurationError(
-                f"rank {topology.rank}: the collective backend {backend!r} is not in this build of torch"
+                f"rank {topology.rank}: the collective backend {backend!r} is not in this torch build"
             )
         seconds = env.value("ACCELERATE_COLLECTIVE_TIMEOUT")
         if timeout is None and seconds is not None:

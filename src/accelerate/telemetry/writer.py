@@ -278,7 +278,7 @@ class TelemetryWriter:
 
 
 def merged(rows: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[Any]]:
-    """Steps with neighbours merged pairwise. A pair in which the steps are not ascending stays as it is."""
+    """Steps with neighbors merged pairwise. A pair in which the steps are not ascending stays as it is."""
     if len(rows) < 2:
         return rows
     paired = rows[: len(rows) // 2 * 2].reshape(-1, 2)

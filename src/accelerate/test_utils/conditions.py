@@ -108,7 +108,7 @@ def require_torch_min_version(test_case: T | None = None, version: str | None = 
 
     Args:
         test_case: the test, where this is not called as a decorator.
-        version: the oldest version of torch that the test runs under.
+        version: the oldest torch version that the test runs under.
 
     Raises:
         ValueError: `version` is not given.

@@ -34,7 +34,7 @@ class Internal:
     Fields:
         name: the name by which `ACCELERATE_TORCH_INTERNALS_OFF` turns it off.
         what: what is read or changed.
-        versions: the versions of torch (or of the other library) that it was run with and is needed on.
+        versions: the versions, of torch or of the other library, that it was run with and is needed on.
         upstream: the issue or pull request that would make it unnecessary, or "not reported".
         needed_by: the example, client or documented feature that needs it.
         without: what a user sees if it is off.
@@ -63,7 +63,7 @@ def rows() -> dict[str, Internal]:
     """All rows by name; imports every module of this package that can be imported here.
 
     Raises:
-        ConfigurationError: `ACCELERATE_TORCH_INTERNALS_OFF` has a name that is no row.
+        ConfigurationError: `ACCELERATE_TORCH_INTERNALS_OFF` has a name that is not a row.
     """
     table: dict[str, Internal] = {}
     for module in pkgutil.iter_modules(__path__):

@@ -63,5 +63,5 @@ def replace_uncompiled(compiled: nn.Module, module: nn.Module) -> None:
 
 
 def remember_uncompiled(regional: nn.Module, module: nn.Module) -> None:
-    """Keep `module` where `torch.compile` keeps the plain module; it is no child of `regional`."""
+    """Keep `module` where `torch.compile` keeps the plain module; it is not a child of `regional`."""
     regional.__dict__["_orig_mod"] = module

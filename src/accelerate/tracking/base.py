@@ -282,7 +282,7 @@ def number(value: Any) -> int | float | None:
 
 
 def text(value: Any) -> str:
-    """Any value as text that UTF-8 can encode: bytes of file names that are no text are escaped."""
+    """Any value as text that UTF-8 can encode: bytes of file names that are not text are escaped."""
     return str(value).encode("utf-8", "backslashreplace").decode()
 
 

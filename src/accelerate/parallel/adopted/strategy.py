@@ -37,7 +37,7 @@ class AdoptedModel(Fsdp2Model):
     """A model that was sharded before `prepare`.
 
     Attributes:
-        replicated: the ids of the parameters that are no shards and that it had when it was prepared.
+        replicated: the ids of the parameters that are not shards and that it had when it was prepared.
     """
 
     replicated: frozenset[int] = frozenset()

@@ -125,7 +125,7 @@ def split_in_place(
     """A block in which `buffers` hold this rank's rows. After it they are restored, except those in `no_restore`.
 
     Yields the former content of each buffer. Nothing is copied back: the tensor's `data` is replaced and restored. A
-    backward that saved a buffer inside of the block and runs outside of it (or the reverse) raises torch's error about
+    backward that saved a buffer inside the block and runs outside of it (or the reverse) raises torch's error about
     a tensor that was modified in place.
     """
     kept = {id(buffer) for buffer in no_restore}

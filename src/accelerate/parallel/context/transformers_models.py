@@ -147,7 +147,7 @@ def registered(parallel: ContextParallel) -> Iterator[None]:
 def split_attention(
     former: Callable[..., Any], parallel: ContextParallel
 ) -> Callable[..., tuple[torch.Tensor, None]]:
-    """Attention of a layer of transformers to the full sequence. Key heads are not repeated before they are sent."""
+    """Attention of a transformers layer to the full sequence. Key heads are not repeated before they are sent."""
 
     def attend(
         module: nn.Module,

@@ -37,7 +37,7 @@ class ReplicatedModel(PreparedModel):
 
     @property
     def inner(self) -> torch.nn.Module:
-        """The module inside of DDP."""
+        """The module inside DDP."""
         replica = replica_of(self.module)
         return self.module if replica is None else replica.module
 

@@ -63,7 +63,7 @@ class DataParallel(Strategy):
         return prepared
 
     def replicate(self, model: torch.nn.Module) -> DistributedDataParallel:
-        """The model inside of DDP, with the communication hook and equal master weights."""
+        """The model inside DDP, with the communication hook and equal master weights."""
         arguments = self.arguments(model)
         if any(is_quantized_tensor(parameter) for parameter in model.parameters()):
             # Imports DTensor.
@@ -146,7 +146,7 @@ class DataParallel(Strategy):
     def join(
         self, joinables: Sequence[object], loaders: Sequence[object], even_batches: bool | None
     ) -> Iterator[None]:
-        """The `Join` of torch around the models, with `even_batches` set on the loaders for its time."""
+        """Torch's `Join` around the models, with `even_batches` set on the loaders for its time."""
         from torch.distributed.algorithms.join import Join
 
         joined: list[Any] = [replica_of(item) or item for item in joinables]

@@ -329,7 +329,7 @@ class EngineModel(PreparedModel):
 
     @property
     def inner(self) -> nn.Module:
-        """The module inside of the engine."""
+        """The module inside the engine."""
         return self.module.module
 
     @property

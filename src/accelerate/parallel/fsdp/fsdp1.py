@@ -116,7 +116,7 @@ class Fsdp1Model(PreparedModel):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """The `no_sync` of torch; unsharded parameters and unused ones wait as well."""
+        """Torch's `no_sync`; unsharded parameters and unused ones wait as well."""
         sharded = self.inner
         if not isinstance(sharded, FullyShardedDataParallel):
             yield

@@ -146,7 +146,7 @@ def select_units(
     `policy(module=, recurse=, nonwrapped_numel=)` is called as torch's `auto_wrap_policy`. A unit with a parameter
     that is tied to one outside is dropped: both ends of a tie must be gathered together. A container that computes
     nothing (nn.ParameterDict) is never a unit: its parameters are gathered by what encloses it. There are no units
-    inside of modules of the `undivided` classes.
+    inside modules of the `undivided` classes.
     """
     if policy is None:
         return []
@@ -204,7 +204,7 @@ def with_regions(
     ignored: set[nn.Parameter],
     regions: Iterable[nn.Module],
 ) -> tuple[list[nn.Module], list[nn.Module]]:
-    """(the units and the modules that compute in a dtype of their own, children first; those that were no units).
+    """(the units and the modules that compute in a dtype of their own, children first; those that were not units).
 
     Raises PrepareError for such a module that shares a parameter with one outside: both are gathered together.
     """

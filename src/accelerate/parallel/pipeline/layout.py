@@ -102,7 +102,7 @@ def distribute(model: nn.Module, present: Collection[int], channel: P2PChannel) 
     the same structure.
 
     Returns:
-        Whether rank 0 has weights. If not (they are on meta), those of the rank's stages are yet to be initialised.
+        Whether rank 0 has weights. If not (they are on meta), those of the rank's stages are yet to be initialized.
     """
     named = dict(materialize.named_tensors(model))
     shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
@@ -146,7 +146,7 @@ def fill_or_shard(
     has_weights: bool,
     unsharded: set[str],
 ) -> None:
-    """Shard the stages, or initialise those without weights."""
+    """Shard the stages, or initialize those without weights."""
     places = ParameterPlaces(model).shared()
     for stage in stages.values():
         # The complete model's function initialises modules.

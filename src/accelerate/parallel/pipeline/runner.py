@@ -171,7 +171,7 @@ class Runner:
         are_leaves = all(parameter.is_leaf for parameter in parameters)
         if not are_leaves or any(map(_is_wrapped, trees.leaves((args, kwargs)))):
             raise PrepareError(
-                "the pipelined model was called inside of torch.func (functional_call, vmap, ...), whose tensors and "
+                "the pipelined model was called inside torch.func (functional_call, vmap, ...), whose tensors and "
                 "parameters do not reach the stages of other ranks. Use DDP for such a model"
             )
         training = self.staged.model.training

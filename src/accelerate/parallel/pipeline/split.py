@@ -80,7 +80,7 @@ def find_units(model: nn.Module, no_split: Sequence[str] = (), nested: bool = Fa
     Args:
         model: the model.
         no_split: names of classes that become one unit each.
-        nested: look for lists inside of the entries of lists, too.
+        nested: look for lists inside the entries of lists, too.
     """
     units: dict[nn.Module, Unit] = {}
     for unit in _units(model, "", frozenset(no_split), nested):

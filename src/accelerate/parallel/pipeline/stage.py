@@ -329,7 +329,7 @@ class StagedModel:
         is_lost = segment.grad and not torch.is_grad_enabled()
         if is_lost and any(parameter.requires_grad for parameter in unit.parameters()):
             raise PrepareError(
-                f"{self.units[number]} is called with gradients disabled and has parameters to train, as inside of an "
+                f"{self.units[number]} is called with gradients disabled and has parameters to train, as inside an "
                 "autograd function, which a stage cannot leave in its middle: its gradient would be lost. Activation "
                 "checkpointing takes use_reentrant=False; layers with a backward of their own over several blocks "
                 "(reversible ones) cannot be cut"

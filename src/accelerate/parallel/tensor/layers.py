@@ -253,7 +253,7 @@ class ShardedLoss:
     def wrap_forward(self, model: nn.Module) -> None:
         """Compute a loss of the model in shards. What the model returns besides is gathered if it has no loss.
 
-        The backward must be inside of `loss_parallel` too.
+        The backward must be inside `loss_parallel` too.
         """
         forward = model.forward
         wrapped = self._around(getattr(forward, "__func__", forward))

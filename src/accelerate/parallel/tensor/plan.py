@@ -83,7 +83,7 @@ def styles_of(
             raise PrepareError(
                 f"no rule of the model's own tensor-parallel plan fits a module of {type(model).__name__}: its "
                 f"modules have other names, as where a library has wrapped the model or its layers. {GIVE_A_PLAN}. "
-                "For LoRA of peft: base_layer and lora_B.default 'colwise' in a layer split by columns, base_layer "
+                "For peft LoRA: base_layer and lora_B.default 'colwise' in a layer split by columns, base_layer "
                 "and lora_A.default 'rowwise' in one split by rows"
             )
     else:
@@ -158,7 +158,7 @@ def infer_plan(model: nn.Module, size: int) -> dict[str, str]:
     """A plan for attention and MLP blocks whose linear layers have usual names, and for embedding and output layer.
 
     Raises:
-        PrepareError: where no block is recognised, or one has modules whose role in the split is not known.
+        PrepareError: where no block is recognized, or one has modules whose role in the split is not known.
     """
     plan: dict[str, str] = {}
     for name, parent in model.named_modules():

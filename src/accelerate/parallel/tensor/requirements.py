@@ -28,7 +28,7 @@ HEADS = (
 
 
 def is_inside(name: str, module: str) -> bool:
-    """Whether the name of a module is that of one inside of another, whose name is empty for the model itself."""
+    """Whether the name of a module is that of one inside another, whose name is empty for the model itself."""
     return not module or name.startswith(f"{module}.")
 
 

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find phrases that a native writer of American English would not use, in pages, public docstrings and messages.
+
+python tools/english.py              # list them, and fail if there are any
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOR_CONTRIBUTORS = ("architecture", "extending", "torch_internals")
+# A pattern, and what to write instead.
+PHRASES = (
+    (
+        r"(colour|behaviour|neighbour|favour|honour|licenc|grey\b|centre\b|catalogue|misspelt|learnt\b|labelled"
+        r"|labelling|modelling|(quantis|optimis|normalis|initialis|serialis|synchronis|recognis|organis|specialis"
+        r"|summaris|generalis|utilis|minimis|maximis|parametris)(e|ed|es|ing|ation)\b)",
+        "the American spelling",
+    ),
+    (
+        r"\bof (torch|transformers|peft|diffusers|DeepSpeed)\b(?!['.\w]|,? (and|or)\b|, \w| \d| models?\b)",
+        "the name first: torch versions",
+    ),
+    (r"(?<!there )\b(is|are|was|were) no\b(?! (longer|more))", "is not a, has no"),
+    (r"\b(is|are) one (message|sentence|line)\b", "end with one message, share one line"),
+    (r"\bnothing is (looked at|said|shown)\b", "the check is off"),
+    (r"\b(come|comes|came) to (a|the|its|their) collective", "reaches"),
+    (r"\binside of\b", "inside"),
+    (r"\bby turns\b", "in turn"),
+    (r"\bone's own\b", "your own"),
+    (r"\bwere (1|one) (started|given)\b", "was"),
+)
+
+
+def _without(pattern: str, text: str) -> str:
+    """The text with blanks in place of what matches, so that lines keep their numbers."""
+    return re.sub(
+        pattern,
+        lambda match: re.sub(r"[^\n]", " ", match[0]),
+        text,
+        flags=re.MULTILINE | re.DOTALL,
+    )
+
+
+def pages() -> Iterator[tuple[Path, int, str]]:
+    """The lines of the pages that users read, without code."""
+    files = [ROOT / "README.md", ROOT / "examples" / "README.md", *(ROOT / "docs").rglob("*.md")]
+    for path in sorted(files):
+        if "api" in path.parts or path.stem in FOR_CONTRIBUTORS:
+            continue
+        text = path.read_text()
+        for code in (r"^```.*?^```", r"^    [^\n]*$", r"`[^`]*`", r"\]\([^)]*\)"):
+            text = _without(code, text)
+        for number, line in enumerate(text.splitlines(), 1):
+            yield path, number, line
+
+
+def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+    """The docstrings of the public classes and functions."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef) or node.name.startswith("_"):
+            continue
+        first = node.body[0]
+        if isinstance(first, ast.Expr) and ast.get_docstring(node):
+            assert isinstance(first.value, ast.Constant)
+            yield first.value
+
+
+def _messages(tree: ast.Module) -> Iterator[ast.Constant]:
+    """The texts of errors and warnings."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) or (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in ("warning", "warn", "error", "info", "print")
+        ):
+            for part in ast.walk(node):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield part
+
+
+def sources() -> Iterator[tuple[Path, int, str]]:
+    """The lines of public docstrings and of messages."""
+    for path in sorted((ROOT / "src" / "accelerate").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        for text in (*_docstrings(tree), *_messages(tree)):
+            for offset, line in enumerate(_without(r"`[^`]*`", text.value).splitlines()):
+                yield path, text.lineno + offset, line
+
+
+def findings() -> list[str]:
+    """A line for each phrase: where it is, the phrase, and what to write instead."""
+    lines = []
+    for path, number, line in (*pages(), *sources()):
+        for pattern, instead in PHRASES:
+            for match in re.finditer(pattern, line, re.IGNORECASE):
+                place = f"{path.relative_to(ROOT)}:{number}"
+                lines.append(f"{place}: {match[0]!r} (write: {instead})")
+    return sorted(set(lines))
+
+
+if __name__ == "__main__":
+    found = findings()
+    print(*found, sep="\n")
+    sys.exit(bool(found))
