@@ -34,12 +34,12 @@ def shuffled(lengths: list[int]) -> list[list[int]]:
     return filled(order, lengths)
 
 
-def imbalance(batches: list[list[int]], lengths: list[int]) -> float:
-    """The tokens of the largest batch of a step over those of the mean batch: the mean over the steps."""
+def sizes_of_steps(batches: list[list[int]], lengths: list[int]) -> tuple[float, float]:
+    """The tokens of the mean batch and of the largest batch of a step: means over the steps."""
     steps = len(batches) // RANKS
     sizes = [sum(lengths[document] for document in batch) for batch in batches[: steps * RANKS]]
     by_step = np.array(sizes).reshape(steps, RANKS)
-    return float((by_step.max(1) / by_step.mean(1)).mean())
+    return float(by_step.mean()), float(by_step.max(1).mean())
 
 
 def main() -> None:
@@ -62,15 +62,15 @@ def main() -> None:
     )
     emit("packing", "ms", seconds["raw"], seconds["own"])
     needed = sum(lengths) / LENGTH
-    rows = len(pack(documents, LENGTH, lengths=lengths))
-    emit("packing: rows", "", len(filled(order, lengths)) / needed, rows / needed)
+    emit("packing: rows", "", needed, len(pack(documents, LENGTH, lengths=lengths)))
+    emit("packing: rows of the loop", "", needed, len(filled(order, lengths)))
     sampler = TokenBatchSampler(lengths, LENGTH)
     seconds = alternate(
         {"raw": lambda: shuffled(lengths), "own": lambda: list(sampler)}, rounds=7, warmup=1
     )
     emit("token batches", "us", seconds["raw"] / len(sampler), seconds["own"] / len(sampler))
-    balances = [imbalance(batches, lengths) for batches in (shuffled(lengths), list(sampler))]
-    emit("token batches: balance", "", *balances)
+    emit("token batches: balance", "", *sizes_of_steps(list(sampler), lengths))
+    emit("token batches: balance of the loop", "", *sizes_of_steps(shuffled(lengths), lengths))
 
 
 if __name__ == "__main__":
