@@ -7,6 +7,7 @@ import ast
 import builtins
 import functools
 import importlib
+import inspect
 import re
 import subprocess
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from pathlib import Path
 import pytest
 from rank_pool import Ranks
 from ranks import output_of
+
+import accelerate
 
 PROJECT = Path(__file__).parents[1]
 DOCUMENTS = [
@@ -142,6 +145,19 @@ def test_each_module_of_utils_has_a_subject() -> None:
     reference = importlib.import_module("tools.reference")
     for home in importlib.import_module("accelerate.utils").EXPORTS:
         assert reference.subject_of(home) in reference.SUBJECTS
+
+
+def test_each_public_method_of_the_accelerator_has_a_task() -> None:
+    """The reference lists them by task. What is left is settings, and what the API has for few."""
+    sections = importlib.import_module("tools.reference").accelerator_sections()
+    members = [name for section in sections.values() for name in section]
+    assert len(members) == len(set(members))
+    own = {
+        name
+        for name, value in vars(accelerate.Accelerator).items()
+        if inspect.isfunction(value) and not name.startswith("_")
+    }
+    assert own & sections["Other members"].keys() == set()
 
 
 def test_all_documents_are_in_the_index() -> None:

@@ -63,6 +63,38 @@ SUBJECTS = {
     "Other names": ("core.objects", "telemetry.display"),
     "Constants": ("core.constants",),
 }
+# Members of `Accelerator` by task. Those that are in no row are listed at the end.
+TASKS = {
+    "Prepare": (
+        "prepare prepare_model prepare_optimizer prepare_scheduler prepare_data_loader skip_first_batches "
+        "track_average unwrap_model prepared_model free_memory clear verify_device_map"
+    ),
+    "Train": (
+        "accumulate backward clip_grad_norm_ clip_grad_value_ unscale_gradients autocast no_sync "
+        "trigger_sync_in_backward join_uneven_inputs maybe_context_parallel deepspeed_ulysses_dl_adapter "
+        "lomo_backward sync_gradients optimizer_step_was_skipped gradient_accumulation_steps"
+    ),
+    "Gather and reduce": (
+        "gather gather_for_metrics reduce pad_across_processes split_between_processes set_trigger check_trigger"
+    ),
+    "Save and resume": (
+        "save_state load_state resume resumed request_stop register_for_checkpointing save_model save get_state_dict "
+        "register_save_state_pre_hook register_load_state_pre_hook save_iteration project_dir logging_dir "
+        "project_configuration"
+    ),
+    "Run code on one process": (
+        "print wait_for_everyone main_process_first local_main_process_first on_main_process on_local_main_process "
+        "on_last_process on_process on_local_process is_main_process is_local_main_process is_last_process"
+    ),
+    "Log and profile": (
+        "init_trackers log get_tracker trackers log_with record_work profile explain end_training"
+    ),
+    "State of the run": (
+        "device process_index local_process_index num_processes distributed_type mixed_precision parallelism_config "
+        "torch_device_mesh data_parallel_rank data_parallel_shard_rank tensor_parallel_rank pipeline_parallel_rank "
+        "context_parallel_rank"
+    ),
+}
 # Modules whose public names have a page.
 MODULES = {
     "tracking": "Trackers",
@@ -335,12 +367,10 @@ def _sentence(value: object) -> str:
     return re.split(r"(?<=[a-z`)]\.) (?=[A-Z`])", paragraph)[0]
 
 
-def _summary(path: str, values: dict[str, Any]) -> str:
+def _summary(path: str, values: dict[str, Any], in_order: bool = False) -> str:
     """A table of the functions, methods and classes below `path`: each with a link and a sentence."""
-    rows = [
-        (f"{{py:obj}}`{name} <{path}.{name}>`", _sentence(value))
-        for name, value in sorted(values.items(), key=lambda item: _classes_first(item[0]))
-    ]
+    names = list(values) if in_order else sorted(values, key=_classes_first)
+    rows = [(f"{{py:obj}}`{name} <{path}.{name}>`", _sentence(values[name])) for name in names]
     return table(("name", "description"), rows)
 
 
@@ -428,15 +458,39 @@ def subject_of(home: str) -> str:
     return max(fitting)[1]
 
 
+def accelerator_sections() -> dict[str, dict[str, Any]]:
+    """The members of `Accelerator` by task, and the others."""
+    others = _members(accelerate.Accelerator)
+    sections = {}
+    for task, names in TASKS.items():
+        sections[task] = {name: others.pop(name) for name in names.split()}
+    return {**sections, "Other members": dict(sorted(others.items()))}
+
+
+def accelerator_page(pages: Pages) -> tuple[str, str]:
+    """The constructor of `Accelerator`, then its members by task."""
+    path = "accelerate.Accelerator"
+    pages.documented.add(id(accelerate.Accelerator))
+    pages.summaries["accelerator"] = _summary("accelerate", {"Accelerator": accelerate.Accelerator})
+    text = [
+        "# Accelerator\n",
+        "The object that a script creates first, and whose methods it calls in the training loop "
+        "([quickstart](../../quickstart.md)).\n",
+        f"```{{eval-rst}}\n.. autoclass:: {path}\n```\n",
+    ]
+    for task, members in accelerator_sections().items():
+        text += [f"## {task}\n", _summary(path, members, in_order=True), "```{eval-rst}"]
+        for name, value in members.items():
+            kind = "automethod" if callable(value) or isinstance(value, staticmethod) else None
+            text.append(f".. {kind or 'autoattribute'}:: {path}.{name}\n")
+        text.append("```\n")
+    return "accelerator.md", "\n".join(text)
+
+
 def api_pages() -> Iterator[tuple[str, str]]:
     """The names and texts of the pages of the API."""
     pages = Pages()
-    members = _members(accelerate.Accelerator)
-    methods = {name: value for name, value in members.items() if inspect.isfunction(value)}
-    attributes = {name: value for name, value in members.items() if name not in methods}
-    tables = [_summary("accelerate.Accelerator", values) for values in (methods, attributes)]
-    intro = "## Methods\n\n{}\n## Attributes\n\n{}\n## Details\n".format(*tables)
-    yield pages.page("accelerator", "Accelerator", intro, "accelerate", ["Accelerator"])
+    yield accelerator_page(pages)
     top = set(accelerate.__all__) - set(accelerate.SUBMODULES) - {"__version__", "Accelerator"}
     yield pages.page(
         "accelerate", "The package accelerate", "`from accelerate import ...`\n", "accelerate", top

@@ -153,9 +153,9 @@ class Accelerator(RunInterface):
         telemetry: record each step of each process: True, or the folder of the run. True takes the `logging_dir` or
             `project_dir` of the project, else `runs/<script>-<time>`. By default ACCELERATE_TELEMETRY, else False.
         non_finite: what happens before an optimizer step whose loss or gradients are not finite on any process.
-            "skip" leaves the step out on all processes, and a scheduler does not step either; "raise" raises
-            NonFiniteError on all of them; "ignore" looks at nothing. By default ACCELERATE_NON_FINITE, else "ignore".
-        non_finite_limit: with "skip", this many steps in a row that are left out raise NonFiniteError.
+            "skip" skips the step on all processes, and that of the scheduler; "raise" raises NonFiniteError on all of
+            them; "ignore" does not check. By default ACCELERATE_NON_FINITE, else "ignore".
+        non_finite_limit: with "skip", this many skipped steps in a row raise NonFiniteError.
         precision_policy: {pattern of module names: dtype} of modules that do not compute in `mixed_precision`, as
             {"*norm*": torch.float32}. The first pattern that matches a name counts.
         fp16: an older spelling of `mixed_precision="fp16"`.
@@ -164,8 +164,14 @@ class Accelerator(RunInterface):
         ConfigurationError: arguments contradict each other, or a value is not valid.
 
     Example:
-        accelerator = Accelerator()
+        accelerator = Accelerator(gradient_accumulation_steps=4, mixed_precision="bf16")
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                loss = loss_function(model(inputs), targets)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
     """
 
     def __init__(
