@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens when a run goes wrong: a save that is killed, a killed rank, a rank that does not come, a wrong call.
 
-And where a save into a bucket goes; the bucket is one of the test server.
+And where a save into a bucket goes (the bucket is one of the test server), a damaged file, and an index of weights that
+leads out of its folder.
 
     python benchmarks/failures.py --peer PYTHON
 
@@ -54,6 +55,28 @@ accelerator.prepare(torch.nn.Linear(2, 2))
 accelerator.save_state("s3://bucket/run")
 folders = [name for name in os.listdir() if name.startswith("s3:")]
 print("saved; local folders:", folders or "none")
+""",
+    "damaged.py": f"""{BEGIN}{SAVE}
+accelerator.save_state("damaged")
+(path,) = (name for name in os.listdir("damaged") if name.startswith("model") and name.endswith(".safetensors"))
+with open(os.path.join("damaged", path), "r+b") as file:
+    file.seek(-1, os.SEEK_END)
+    file.write(b"\x7f")
+accelerator.load_state("damaged")
+print("loaded; the last weight is", list(model.parameters())[-1][-1, -1].item())
+""",
+    "index.py": """
+import json, os, torch
+from accelerate import load_checkpoint_in_model
+from safetensors.torch import save_file
+os.makedirs("weights", exist_ok=True)
+save_file({"weight": torch.full((4, 4), 7.0)}, "elsewhere.safetensors")
+index = {"metadata": {}, "weight_map": {"weight": "../elsewhere.safetensors"}}
+with open("weights/model.safetensors.index.json", "w") as file:
+    json.dump(index, file)
+model = torch.nn.Linear(4, 4, bias=False)
+load_checkpoint_in_model(model, "weights")
+print("loaded from outside of the folder:", model.weight[0, 0].item())
 """,
     "processes.py": BEGIN
     + 'print("rank", accelerator.process_index, "of", accelerator.num_processes)\n',
@@ -175,6 +198,8 @@ def main() -> None:
             with S3Server() as server:
                 show('save_state("s3://bucket/run")', [python, "bucket.py"], folder, 60)
                 print(f"\n    objects in the bucket: {len(server.keys())}")
+            show("one byte of a checkpoint has changed", [python, "damaged.py"], folder, 60)
+            show("an index names ../elsewhere.safetensors", [python, "index.py"], folder, 60)
             show("launch --num_processes 2", [*launch, "processes.py"], folder, 60)
             for name, limit in TWO_RANKS.items():
                 show(name, [*(launch if package == "ours" else torchrun), name], folder, limit)

@@ -33,19 +33,19 @@ RANKS = {
 
 # What the README shows: a benchmark and how it is described.
 CLAIMS = {
-    "step": "added to a training step",
+    "checkpoint wait": "time that a save of 1.1 GiB blocks the loop (ours goes on in the background)",
+    "big model load half": "load of 384 MiB of weights, half of them to stay on disk",
     "launch help": "`accelerate launch -h`",
     "gather nested": "`gather` of a nested batch of 8 tensors, relative to torch's `gather` of one",
-    "big model load half": "load of 384 MiB of weights, half of them to stay on disk",
-    "checkpoint wait": "time that a save of 1.1 GiB blocks the loop (here it continues in the background)",
+    "step": "added to a training step",
 }
+# Figures of a page of its own: those of one H100.
+ON_GPU = (
+    ("time that a save of 0.8 GB blocks the loop, on an H100", "1.42 s", "46 ms"),
+    ("a batch from a loader to an H100, relative to plain PyTorch", "1.03x", "0.21x"),
+)
 # The peer's cell and ours: what `benchmarks/failures.py` shows. `{two}` is the time that the launcher needs.
 SITUATIONS = (
-    (
-        "`launch --num_processes 2` on CPUs",
-        "one process, without a message",
-        "two processes, in the script after {two}",
-    ),
     (
         "`kill -9` while a checkpoint is saved over an older one",
         "an unreadable file, or new weights that load with the old moments of Adam",
@@ -62,6 +62,16 @@ SITUATIONS = (
         "after 50 s (`--hang_report`): the function and line of each rank, and who computes",
     ),
     (
+        "one byte of a checkpoint has changed",
+        "it loads: a weight is 1.9e+38",
+        "an error with the file and the range of bytes",
+    ),
+    (
+        "an index of weights names `../elsewhere.safetensors`",
+        "loads it",
+        "an error with the name, and nothing is opened",
+    ),
+    (
         '`save_state("s3://bucket/run")`',
         "a local folder named `s3:`, without a message",
         "a checkpoint in the bucket, complete or absent (S3, GCS, Azure)",
@@ -71,12 +81,17 @@ SITUATIONS = (
         "silence until torch's timeout, with `ACCELERATE_DEBUG_MODE=1` too",
         "at once, on every rank (gloo): an error with both calls and their lines",
     ),
+    (
+        "`launch --num_processes 2` on CPUs",
+        "one process, without a message",
+        "two processes, in the script after {two}",
+    ),
 )
 # Where a reader of the README finds more.
 MORE = (
-    "`make bench` measures them again. [All figures](docs/comparison.md), and "
-    "what each failure prints: [2026-11-28](benchmarks/results/2026-11-28-failures.md), "
-    "[2026-11-25](benchmarks/results/2026-11-25-failures.md)."
+    "`make bench` measures them again. Sources: [all figures](docs/comparison.md), "
+    "[the H100](benchmarks/results/2026-11-26-h100.md), and what each failure prints "
+    "([here](benchmarks/results/2026-11-28-failures.md), [earlier](benchmarks/results/2026-11-25-failures.md))."
 )
 # Rows in which the peer is faster: how the README describes them, and why.
 SLOWER = {
@@ -91,6 +106,9 @@ def claims(figures: dict[str, Any], dates: dict[str, str]) -> str:
     """Return the table of the README: what the peer does and what this package does, also where the peer is faster."""
     metrics = {name: row for script in scripts() for name, row in script.rows.items()}
     lines = ["| | Hugging Face Accelerate 1.15 | this package |", "|---|---|---|"]
+    two = short(figures.get("launch two", {}).get("ours"), "time")
+    lines += [f"| {title} | {peer} | {ours.format(two=two)} |" for title, peer, ours in SITUATIONS]
+    lines += [f"| {title} | {peer} | {ours} |" for title, peer, ours in ON_GPU]
     for name, title in CLAIMS.items():
         if "ours" in figures.get(name, {}):
             cells = (
@@ -98,8 +116,6 @@ def claims(figures: dict[str, Any], dates: dict[str, str]) -> str:
                 for package in ("peer", "ours")
             )
             lines.append(f"| {title} | {' | '.join(cells)} |")
-    two = short(figures.get("launch two", {}).get("ours"), "time")
-    lines += [f"| {title} | {peer} | {ours.format(two=two)} |" for title, peer, ours in SITUATIONS]
     for name, row in metrics.items():
         ours, peer = figures.get(name, {}).get("ours"), figures.get(name, {}).get("peer")
         if ours and peer and rank(peer, row.metric) < 0.95 * rank(ours, row.metric):
@@ -111,7 +127,7 @@ def claims(figures: dict[str, Any], dates: dict[str, str]) -> str:
     when = f"measured on {' and '.join(shown)} on two CPU cores" if shown else "not measured yet"
     lines += [
         "",
-        f"`x`: the time relative to plain PyTorch; below 1 is faster. The figures were {when}. {MORE}",
+        f"`x`: the time relative to plain PyTorch; below 1 is faster. Other figures than the H100's were {when}. {MORE}",
     ]
     return "\n".join(lines)
 
