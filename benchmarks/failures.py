@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens when a run goes wrong: a save that is killed, a killed rank, a rank that does not come, a wrong call.
 
-And where a save into a bucket goes (the bucket is one of the test server), a damaged file, and an index of weights that
-leads out of its folder.
+And where a save into a bucket goes (the bucket is one of the test server), a damaged file, and an index of weights
+that leads out of its folder.
 
     python benchmarks/failures.py --peer PYTHON
 

@@ -127,7 +127,8 @@ def claims(figures: dict[str, Any], dates: dict[str, str]) -> str:
     when = f"measured on {' and '.join(shown)} on two CPU cores" if shown else "not measured yet"
     lines += [
         "",
-        f"`x`: the time relative to plain PyTorch; below 1 is faster. Other figures than the H100's were {when}. {MORE}",
+        "`x`: the time relative to plain PyTorch; below 1 is faster. "
+        f"Other figures than the H100's were {when}. {MORE}",
     ]
     return "\n".join(lines)
 
