@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -36,9 +36,9 @@ from torch.futures import Future
 
 from ..core import json_text
 from ..core.bucket_path import BucketPath
-from ..core.tensor_files import BY_NAME, NAMES, Header, read_header
+from ..core.tensor_files import BY_NAME, NAMES, Header, parse_header, read_header
 from .documents import damage
-from .files import BlockIO, FileRecord, download, in_file_order, segments, upload
+from .files import BlockIO, FileRecord, download, segments, upload
 from .layout import INDEX
 
 _OFFSETS = "DCP_SHARDING_INFO"  # torch's key for where each shard belongs in its tensor
@@ -125,14 +125,12 @@ class ShardWriter(dcp.StorageWriter):
         # Every rank reads the counts of steps, which one has written: they are neighbours.
         by_size = dict(sorted(tensors.items(), key=lambda entry: entry[1].nbytes))
         content = segments(by_size, metadata)
-        self.records[file] = upload(self.folder / file, content, _BLOCK)
-        rows = []
-        start = len(content[0])
-        for name, tensor in in_file_order(by_size).items():
-            dtype = NAMES[tensor.dtype]
-            rows.append((name, dtype, offsets[name], list(tensor.shape), start))
-            start += tensor.nbytes
-        return WriteResult(MetadataIndex(file), start, rows)
+        record = upload(self.folder / file, content, _BLOCK)
+        self.records[file] = record
+        head = content[0]
+        assert isinstance(head, bytes)
+        header = parse_header(head, record.size)
+        return WriteResult(MetadataIndex(file), record.size, _rows(header))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: make the index."""
@@ -170,7 +168,7 @@ class ShardReader(dcp.StorageReader):
         """The tensors and where their shards are. They are looked up once."""
         key = (self.folder.key, INDEX)
         if key not in self.folder.cache:
-            self.folder.cache[key] = _metadata(_shards_in(self.folder))
+            self.folder.cache[key] = _metadata(_index(self.folder))
         metadata: Metadata = self.folder.cache[key]
         return metadata
 
@@ -221,15 +219,17 @@ class ShardReader(dcp.StorageReader):
         path, start, end = self._span(item)
         pieces = []
         for number in _blocks(path, start, end):
+            block = _block((path, number))
             offset = number * _record(path).block
             first = max(0, start - offset)
-            content = _block((path, number))
-            pieces.append(content[first : end - offset])
-        values = torch.cat(pieces).view(BY_NAME[shard.dtype])
+            pieces.append(block[first : end - offset])
+        content = torch.cat(pieces)
+        values = content.view(BY_NAME[shard.dtype])
         part = values.reshape(-1, *shard.shape[1:])
         for dimension in range(1, len(shard.shape)):
             first = item.storage_offsets[dimension]
-            part = part.narrow(dimension, first, item.lengths[dimension])
+            length = item.lengths[dimension]
+            part = part.narrow(dimension, first, length)
         return part.reshape(item.lengths)
 
     @classmethod
@@ -238,54 +238,56 @@ class ShardReader(dcp.StorageReader):
         return False
 
 
-def _shards_in(folder: BucketPath) -> Iterator[Shard]:
-    """All shards in a folder, by its index. Files that were copied from a local folder have none: by their headers."""
+def _index(folder: BucketPath) -> Index:
+    """The index of a folder. Files that were copied from a local folder have none: it is made of their headers."""
     path = folder / INDEX
-    if not path.is_file():
-        yield from _shards_in_headers(folder)
-        return
-    content = bytearray(path.size())
-    with damage(path), BlockIO() as io:
-        io.read(path, [memoryview(content)])
-        index: Index = json_text.parse(content)
-    for file, rows in index.items():
-        for row in rows:
-            yield Shard(file, *row)
-
-
-def _shards_in_headers(folder: BucketPath) -> Iterator[Shard]:
+    if path.is_file():
+        content = bytearray(path.size())
+        with damage(path), BlockIO() as io:
+            io.read(path, [memoryview(content)])
+            index: Index = json_text.parse(content)
+        return index
     paths = list(folder.glob("*.safetensors"))
     with ThreadPoolExecutor(_THREADS) as pool:
-        headers = list(pool.map(_header, paths))
-    for path, header in zip(paths, headers, strict=True):
-        saved = json_text.parse(header.metadata[_OFFSETS])
-        for name, entry in header.entries.items():
-            dtype = NAMES[entry.dtype]
-            offsets = saved[name]["saved_offsets"]
-            start = header.offset + entry.start
-            yield Shard(path.name, name, dtype, offsets, list(entry.shape), start)
+        rows_of_files = pool.map(_rows_in, paths)
+    names = [path.name for path in paths]
+    return dict(zip(names, rows_of_files, strict=True))
 
 
-def _metadata(shards: Iterable[Shard]) -> Metadata:
-    tensors: dict[str, Any] = {}
-    by_index = {}
-    for shard in shards:
-        start = torch.Size(shard.offsets)
-        shape = torch.Size(shard.shape)
-        end = torch.Size(map(operator.add, start, shape))
-        if shard.name not in tensors:
-            properties = TensorProperties(BY_NAME[shard.dtype])
-            tensors[shard.name] = TensorStorageMetadata(properties, end, [])
-        tensor = tensors[shard.name]
-        tensor.size = torch.Size(map(max, tensor.size, end))
-        tensor.chunks.append(ChunkStorageMetadata(start, shape))
-        by_index[MetadataIndex(shard.name, start)] = shard
-    return Metadata(tensors, storage_data=by_index)
-
-
-def _header(path: BucketPath) -> Header:
+def _rows_in(path: BucketPath) -> list[Any]:
     with damage(path):
-        return read_header(path)
+        return _rows(read_header(path))
+
+
+def _rows(header: Header) -> list[Any]:
+    """The shards in a file, as the index has them."""
+    saved = json_text.parse(header.metadata[_OFFSETS])
+    rows = []
+    for name, entry in header.entries.items():
+        offsets = saved[name]["saved_offsets"]
+        start = header.offset + entry.start
+        rows.append((name, NAMES[entry.dtype], offsets, entry.shape, start))
+    return rows
+
+
+def _metadata(index: Index) -> Metadata:
+    tensors: dict[str, Any] = {}
+    shards: dict[MetadataIndex, Shard] = {}
+    for file, rows in index.items():
+        for row in rows:
+            shard = Shard(file, *row)
+            start = torch.Size(shard.offsets)
+            shape = torch.Size(shard.shape)
+            end = torch.Size(map(operator.add, start, shape))
+            if shard.name not in tensors:
+                properties = TensorProperties(BY_NAME[shard.dtype])
+                tensors[shard.name] = TensorStorageMetadata(properties, end, [])
+            tensor = tensors[shard.name]
+            tensor.size = torch.Size(map(max, tensor.size, end))
+            chunk = ChunkStorageMetadata(start, shape)
+            tensor.chunks.append(chunk)
+            shards[MetadataIndex(shard.name, start)] = shard
+    return Metadata(tensors, storage_data=shards)
 
 
 def _record(path: BucketPath) -> FileRecord:

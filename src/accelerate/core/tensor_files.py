@@ -86,11 +86,17 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     """What a file holds. Raises CorruptFile for anything that is not a safetensors file."""
     total = require_regular(path)
     content = read_range(path, 0, min(total, _HEAD))
+    length = 8 + int.from_bytes(content[:8], "little")
+    if len(content) < length <= min(total, _HEADER_LIMIT):
+        content = read_range(path, 0, length)
+    return parse_header(content, total)
+
+
+def parse_header(content: bytes | bytearray, total: int) -> Header:
+    """What a file of `total` bytes holds that begins with `content`. Raises CorruptFile as `read_header` does."""
     length = int.from_bytes(content[:8], "little")
-    if total < 8 or length > min(total - 8, _HEADER_LIMIT):
+    if len(content) < 8 + length:
         raise CorruptFile("it is not a safetensors file, or it is cut short")
-    if 8 + length > len(content):
-        content = read_range(path, 0, 8 + length)
     text = content[8 : 8 + length]
     try:
         data = json_text.parse(text)
