@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import time
 import uuid
@@ -218,6 +219,19 @@ def test_a_save_replaces_what_it_has_seen(bucket: BucketPath) -> None:
     assert load_run(winner, folder, process=OneProcess()).step == 3
     assert_same(winner, a_run(steps=3))
     assert len(objects_below(folder)) == len(files)
+
+
+def test_requests_of_a_save() -> None:
+    """One for each file, and a few for the commit, which looks at no file by itself."""
+    with S3Server() as server:
+        for steps in (1, 2):
+            server.requests.clear()
+            save_run(a_run(steps=steps), "s3://bucket/run/a", process=OneProcess())
+            acts = collections.Counter(request.act for request in server.requests)
+            heads = [request for request in server.requests if request.method == "HEAD"]
+            files = layout.verify("s3://bucket/run/a").files
+            assert acts["put"] == len(files) + 1 and acts["list"] == 1 and len(heads) == 1
+            assert acts["get"] == 2 and acts["delete_many"] == steps - 1
 
 
 def test_a_lost_answer_to_the_commit() -> None:

@@ -258,8 +258,6 @@ def _foreign(folder: Path, manifest: Manifest) -> list[str]:
 def foreign_files(folder: Path) -> list[str]:
     """The files below a checkpoint that no save has written, under names that no load takes for its own."""
     manifest = read_manifest(folder)
-    if isinstance(folder, BucketPath):
-        folder = folder.listed()
     own = {MANIFEST, *manifest.files}
     names = []
     for path in folder.rglob("*"):

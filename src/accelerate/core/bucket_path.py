@@ -162,8 +162,12 @@ class BucketPath(_Path):
 
     def rglob(self, pattern: str) -> Iterator[BucketPath]:  # type: ignore[override]
         """All objects below, at any depth, with a name of this pattern."""
-        for key in self._keys_below():
-            path = BucketPath(self.bucket, key, self.objects, self.cache)
+        folder = self
+        if self.objects is None:
+            # The caller asks for nothing that the list has.
+            folder = self.listed()
+        for key in folder._keys_below():
+            path = BucketPath(self.bucket, key, folder.objects, folder.cache)
             if fnmatch.fnmatchcase(path.name, pattern):
                 yield path
 
