@@ -127,9 +127,8 @@ def cpu_offload(
         for name, value in state_dict.items():
             if not value.is_meta:
                 state_dict[name] = value.to("cpu")
-    return _offload_all(
-        model, execution_device, state_dict, offload_buffers, preload_module_classes
-    )
+    weights = OffloadedWeightsLoader(state_dict=state_dict)
+    return _offload_all(model, execution_device, weights, offload_buffers, preload_module_classes)
 
 
 def disk_offload(

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import gc
 import os
 import sys
@@ -20,12 +22,15 @@ from accelerate import (
     Accelerator,
     DataLoaderConfiguration,
     FullyShardedDataParallelPlugin,
+    cpu_offload,
     cpu_offload_with_hook,
+    disk_offload,
     dispatch_model,
     infer_auto_device_map,
     init_empty_weights,
     load_checkpoint_and_dispatch,
 )
+from accelerate.hooks import remove_hook_from_submodules
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import (
@@ -219,11 +224,40 @@ def placement():
         moved = dispatch_model(build()[0], devices, offload_dir=FOLDER / "offload")
         for found in (loaded, loaded, moved):
             torch.testing.assert_close(found(x).cpu(), expected, rtol=0, atol=1e-8)
+    streamed()
     model, hook = cpu_offload_with_hook(model, torch.device(KIND, 0))
     torch.testing.assert_close(model(x).cpu(), expected, rtol=0, atol=1e-8)
     assert model.output.weight.device.type == KIND
     hook.offload()
     assert model.output.weight.device.type == "cpu"
+
+
+def streamed():
+    """Weights copied ahead from main memory and from files: outputs, gradients and the memory of the device."""
+    device = torch.device(KIND, 0)
+    layers = [nn.Linear(512, 512).double().requires_grad_(False) for _ in range(6)]
+    model = nn.Sequential(*layers)
+    x = torch.randn(4, 512, dtype=torch.double, requires_grad=True)
+    expected = model(x)
+    (wanted,) = torch.autograd.grad(expected.square().sum(), x)
+    size = (512 * 512 + 512) * 8
+    for offload in (cpu_offload, functools.partial(disk_offload, offload_dir=FOLDER / "streamed")):
+        moved = offload(copy.deepcopy(model), execution_device=device)
+        for step in range(4):
+            if step == 2:
+                torch.npu.reset_peak_memory_stats(device)
+                before = torch.npu.memory_allocated(device)
+            output = moved(x)
+            (gradient,) = torch.autograd.grad(output.square().sum(), x)
+            torch.testing.assert_close(output, expected, rtol=0, atol=1e-10)
+            torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-10)
+        peak = torch.npu.max_memory_allocated(device)
+        assert peak - before < size, (before, peak)
+        assert size < peak < 2 * size + 2**19
+        remove_hook_from_submodules(moved)
+        del output, gradient
+        assert torch.npu.memory_allocated(device) < 2**16
+        assert torch.equal(moved(x), expected)
 
 
 def collectives():

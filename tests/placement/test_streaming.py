@@ -2,11 +2,6 @@
 """Offloaded weights are fetched ahead of the modules that need them, in the order in which these run."""
 
 import copy
-import threading
-import time
-import types
-import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,8 +10,8 @@ from torch import nn
 
 from accelerate import cpu_offload, disk_offload, init_empty_weights, load_checkpoint_and_dispatch
 from accelerate.core.errors import CheckpointError
-from accelerate.placement import streaming
-from accelerate.placement.streaming import FetchRequest, WeightStream
+from accelerate.placement.copies import FetchRequest
+from accelerate.placement.streaming import WeightStream
 
 CPU = torch.device("cpu")
 
@@ -271,61 +266,3 @@ def test_a_tied_weight_on_the_disk_and_in_memory(places, tmp_path):
     ids = torch.arange(6)
     for _ in range(2):
         assert torch.equal(loaded(ids), model(ids))
-
-
-class SlowDevice:
-    """An accelerator that computes and copies slowly, in two queues, far behind the process.
-
-    Memory of a copy is free when the copy is gone and the computations that were queued by then are done.
-    """
-
-    def __init__(self, device):
-        self.compute, self.copies = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        self.lock, self.allocated, self.peak = threading.Lock(), 0, 0
-
-    def count(self, change):
-        with self.lock:
-            self.allocated += change
-            self.peak = max(self.peak, self.allocated)
-
-    def run(self):
-        self.compute.submit(time.sleep, 0.01)
-
-    def issued(self):
-        return types.SimpleNamespace(synchronize=self.compute.submit(int).result)
-
-    def copy(self, values, before):
-        before.synchronize()
-        copies = {name: value.clone() for name, value in values.items()}
-        self.count(1)
-        storage = next(iter(copies.values())).untyped_storage()
-        weakref.finalize(storage, lambda: self.compute.submit(self.count, -1))
-        return copies, self.copies.submit(time.sleep, 0.02)
-
-    def receive(self, copies, copied):
-        self.compute.submit(copied.result)
-
-
-@pytest.mark.parametrize("order", [range(8), (0, 1, 2, 0, 3, 4, 1, 5)], ids=["same", "changing"])
-def test_two_modules_are_on_the_device_however_far_the_process_is_ahead(order, monkeypatch):
-    devices = []
-
-    def make(device):
-        devices.append(SlowDevice(device))
-        return devices[-1]
-
-    monkeypatch.setattr(streaming, "_Copies", make)
-    source, stream = Source(8), WeightStream()
-    accelerator = torch.device("cuda", 0)
-    used = []
-    for numbers in (order, order, reversed(order), order, order):
-        for number in numbers:
-            request = FetchRequest(number, source, (str(number),), 1 << 18, accelerator)
-            weights = stream.fetch(request)
-            if weights:
-                used.append(weights[str(number)].unique().item() == number)
-            if devices:
-                devices[0].run()
-            del weights
-    assert len(used) > len(order) and all(used)
-    assert devices[0].peak == 2

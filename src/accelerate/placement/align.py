@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from ..core.modules import direct_parameters
 from ..core.objects import flat_list
 from ..core.trees import find_device, send_to_device
+from .copies import FetchRequest
 from .module_hooks import (
     ModelHook,
     add_hook_to_module,
@@ -22,7 +23,7 @@ from .module_hooks import (
 from .names import Place, join, owner_of
 from .offload import OffloadedWeightsLoader, PrefixedDataset
 from .sizes import named_module_tensors
-from .streaming import FetchRequest
+from .streaming import SavedWeights
 from .subclasses import data_address, stored_bytes
 from .tensors import QUANTIZED, TiedCopies, as_device, placeholder, set_module_tensor_to_device
 from .tied import find_tied_parameters, retie_parameters
@@ -76,6 +77,8 @@ class AlignDevicesHook(ModelHook):
         # What the module holds on the meta device while its weights are here, to be put back afterwards.
         self._placeholders: dict[str, torch.Tensor] = {}
         self._borrowed: list[tuple[int, torch.device]] = []
+        # What autograd does with fetched weights, for each forward that is running.
+        self._saving: list[SavedWeights | None] = []
 
     @property
     def weights_map(self) -> Weights | None:
@@ -143,7 +146,7 @@ class AlignDevicesHook(ModelHook):
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Release offloaded weights, and move the output to the device of the inputs if `io_same_device` is set."""
         if self.offload:
-            _call_untraced(self._release, module)
+            _call_untraced(self._leave, module)
         if self.io_same_device and self.input_device is not None:
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
@@ -152,7 +155,7 @@ class AlignDevicesHook(ModelHook):
         """Release offloaded weights."""
         if self.offload:
             # Where memory ran out, the weights of the modules that were running would stay in its way.
-            self._release(module)
+            self._leave(module)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Return offloaded weights to the devices that they had before."""
@@ -163,6 +166,9 @@ class AlignDevicesHook(ModelHook):
                     set_module_tensor_to_device(
                         module, name, device, value=value, fp16_statistics=self.scales(name)
                     )
+        if self._stream is not None:
+            self._stream.forget(id(self))
+            self._streamed = {}
         return module
 
     def offloaded(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -183,6 +189,31 @@ class AlignDevicesHook(ModelHook):
         except BaseException:
             self._release(module)
             raise
+        self._saving.append(self._save_by_name(fetched))
+
+    def _leave(self, module: nn.Module) -> None:
+        """Release what `_bring_all` has brought."""
+        if self._saving:
+            saving = self._saving.pop()
+            if saving is not None:
+                saving.__exit__()
+        self._release(module)
+
+    def _save_by_name(self, fetched: Weights) -> SavedWeights | None:
+        """Have autograd keep no copies of fetched weights for the backward, until `_leave`."""
+        if self._stream is None or self.execution_device is None:
+            return None
+        if not fetched or not torch.is_grad_enabled():
+            return None
+        device = as_device(self.execution_device)
+        if not self._stream.copies_to(device):
+            return None
+        saving = SavedWeights(self._stream, self._streamed[device], fetched)
+        # The transforms of torch.func allow no such hooks: there the weights stay until the backward.
+        with suppress(RuntimeError):
+            saving.__enter__()
+            return saving
+        return None
 
     def _fetch(self, offloaded: list[tuple[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
         """Return the weights that were fetched ahead for this forward, and fetch those of the next modules."""

@@ -39,7 +39,7 @@ class ModelHook:
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
-        """Called instead of `post_forward` when the forward raises. The error is raised afterwards."""
+        """Called when the forward or `post_forward` raises. The error is raised afterwards."""
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Called once, when the hook is removed; returns the module."""
@@ -62,8 +62,15 @@ class SequentialHook(ModelHook):
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Pass the arguments through `pre_forward` of each hook."""
-        for hook in self.hooks:
-            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        started: list[ModelHook] = []
+        try:
+            for hook in self.hooks:
+                args, kwargs = hook.pre_forward(module, *args, **kwargs)
+                started.append(hook)
+        except BaseException:
+            for hook in started:
+                hook.forward_failed(module)
+            raise
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -128,10 +135,10 @@ def _forward_with_hook(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 output = forward(*args, **kwargs)
         else:
             output = forward(*args, **kwargs)
+        return hook.post_forward(module, output)
     except BaseException:
         hook.forward_failed(module)
         raise
-    return hook.post_forward(module, output)
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:

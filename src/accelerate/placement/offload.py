@@ -253,13 +253,19 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     def can_stream(self, key: str, device: torch.device, tied: TiedCopies) -> bool:
         """Return whether a weight may be fetched before the module that needs it runs on `device`.
 
-        Weights in memory gain nothing from it on the CPU. The copies of tied ones are found by the address of the
-        original in `tied`.
+        Weights in memory gain nothing from it on the CPU. A tied one that is on an accelerator already, by the address
+        of the original in `tied`, serves as it is.
         """
         value = self.state_dict.get(self.aliases.get(key, key))
         if value is None:
-            return True
-        return device.type != "cpu" and data_address(value) not in tied
+            return self.device is None or as_device(self.device).type == "cpu"
+        if value.device.type != "cpu":
+            return False
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) and not is_quantized_tensor(value):
+            return False
+        if not self.stream.copies_to(device):
+            return False
+        return not tied.get(data_address(value))
 
     def __getitem__(self, key: str) -> torch.Tensor:
         key = self.aliases.get(key, key)

@@ -22,7 +22,8 @@ TENSOR_VERSIONS = Internal(
     versions="2.11 to 2.14",
     upstream="not reported",
     needed_by="MasterWeightsKwargs: parameters that other code writes between two steps; save_state of "
-    "adapters, whose frozen base may be written; pipelines: code that writes values of another stage",
+    "adapters, whose frozen base may be written; pipelines: code that writes values of another stage; "
+    "offloaded weights that are written between two forwards",
     without="what other code writes into a parameter, such as a loaded state, is lost at the next step",
     test="tests/torch_internals/test_tensor_memory.py::test_writes_in_place_are_counted",
 )
