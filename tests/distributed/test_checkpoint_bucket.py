@@ -30,6 +30,7 @@ from accelerate.checkpointing import (
     save_run,
     verify,
 )
+from accelerate.checkpointing.copying import copy_checkpoint
 from accelerate.core.bucket_path import BucketPath
 from accelerate.core.errors import BucketAccessError, CheckpointError
 from accelerate.core.files import location
@@ -118,6 +119,15 @@ def test_shards_in_a_bucket(tmp_path: Path) -> None:
         load_run(from_folder, tmp_path / "a", process=state)
         assert_equal(local_tensors(loaded), local_tensors(from_folder))
 
+        # A copy of the folder has no index, as checkpoints of earlier versions.
+        if server is not None:
+            copy_checkpoint(tmp_path / "a", location("s3://bucket/run/copy", "target"))
+            assert not any("copy" in key and "index.json" in key for key in sorted(server.keys()))
+        state.wait_for_everyone()
+        from_copy, _ = sharded(32, seed=3)
+        load_run(from_copy, "s3://bucket/run/copy", process=state)
+        assert_equal(local_tensors(from_copy), local_tensors(from_folder))
+
         # In the background, over the first one.
         step_3, shards = sharded(32, steps=3)
         writer = Writer()
@@ -125,7 +135,8 @@ def test_shards_in_a_bucket(tmp_path: Path) -> None:
         writer.wait()
         state.wait_for_everyone()
         if server is not None:
-            tokens = {key.split("/")[2] for key in sorted(server.keys())}
+            keys = [key for key in sorted(server.keys()) if key.startswith("run/a/")]
+            tokens = {key.split("/")[2] for key in keys}
             assert len(tokens) == 2  # the manifest, and the folder that it names
         loaded, _ = sharded(32, seed=1)
         assert load_run(loaded, "s3://bucket/run/a", process=state).step == 3

@@ -356,7 +356,7 @@ def test_ranks_that_train_correctly_log_nothing():
     train(accelerator, model, optimizer, loader)
     assert not warnings(logged)
     copied(torch.randn(2, 4)), stored(torch.randn(2, 4))
-    assert not model._forward_pre_hooks
+    assert nothing_is_left(accelerator, model)
 
 
 @on_ranks(2)
