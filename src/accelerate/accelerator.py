@@ -579,8 +579,8 @@ class Accelerator(RunInterface):
         for prepared in fresh:
             prepared.module._is_accelerate_prepared = True  # type: ignore[assignment]
             refused_by = "" if self.strategy.separates_documents else self.strategy.name
-            prepared.packed = PackedRows(self.strategy.sequence, refused_by)
-            prepared.packed.watch(prepared.module)
+            packed = PackedRows(self.strategy.attention, self.strategy.sequence, refused_by)
+            packed.watch(prepared.module)
             if self.device_placement and self.dataloader_config.device_placement == "lazy":
                 move = functools.partial(
                     _move_inputs, self.device, self.dataloader_config.non_blocking

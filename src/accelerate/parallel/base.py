@@ -18,6 +18,7 @@ from ..core.modules import move_module
 from ..core.objects import NullContext
 from ..precision.base import Precision
 from .gradients import clip_values, gradients_of, local, multiply
+from .packed import DocumentAttention
 from .prepared import PreparedModel
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class Strategy:
         name: as `explain` prints it.
         api_method: the method of `Accelerator` that packages replace to lay out models otherwise; None without one.
         api_function: the function that they replace to shard one model, and its module; None without one.
+        attention: separates the documents of packed rows.
         divides_loss: whether the caller divides a loss by the steps of its accumulation window before `backward`.
         joins: whether `join` lets processes run out of batches at different times.
         has_replicas: whether each of several processes has a whole model, which it can train without the others.
@@ -114,6 +116,7 @@ class Strategy:
         # Called when an optimizer has stepped.
         self.after_step: tuple[Callable[[], None], ...] = ()
         self.prepared: PreparedModels = PreparedModels()
+        self.attention: DocumentAttention = DocumentAttention()
 
     # -- data
 
@@ -201,11 +204,14 @@ class Strategy:
         scaler = self.precision.scaler
         if scaler is not None:
             loss = scaler.scale(loss)
-        with contextlib.ExitStack() as separated:
-            for prepared in self.prepared:
-                if prepared.packed is not None:
-                    separated.enter_context(prepared.packed.recomputing())
+        with self.recomputing():
             loss.backward(**kwargs)
+
+    def recomputing(self) -> contextlib.AbstractContextManager[None]:
+        """A block for a backward, in which attention that is computed again separates the documents of packed rows."""
+        if self.attention.is_used:
+            return self.attention.separating()
+        return NullContext()
 
     def backward_items(
         self,

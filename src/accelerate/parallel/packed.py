@@ -38,26 +38,91 @@ logger: MultiProcessAdapter = get_logger(__name__)
 _TOKENS = 64
 
 
+class DocumentAttention:
+    """Attention in the packed forwards of a run, and where a backward computes it again.
+
+    Fields:
+        documents: of the batch that is computed; None for rows that are not packed.
+        names: (module, name) of what is torch's attention in the models' sources.
+        is_used: whether a forward was on packed rows.
+    """
+
+    def __init__(self) -> None:
+        self.documents: Documents | None = None
+        self.names: set[tuple[str, str]] = {PUBLIC_NAME}
+        self.is_used = False
+        self._is_open = False
+
+    @contextlib.contextmanager
+    def separating(self, documents: Documents | None = None) -> Iterator[None]:
+        """A block in which attention separates documents; by default those of the forward that is recomputed."""
+        former = self.documents, self._is_open
+        self.documents, self._is_open = documents, True
+        # The fused layers of nn.TransformerEncoder attend without torch's function.
+        is_fused = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            with replaced_attention(untraced(self._attend), self.names):
+                yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(is_fused)
+            self.documents, self._is_open = former
+
+    def expect_backward(self, output: object, documents: Documents) -> None:
+        """Separate documents again where the backward through an output recomputes its forward."""
+
+        def begin(gradient: torch.Tensor) -> None:
+            if self._is_open:
+                self.documents = documents
+
+        for tensor in trees.leaves(output):
+            if tensor.requires_grad:
+                tensor.register_hook(begin)
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """Takes the arguments of torch's function, which it replaces. Attention to other rows is computed as it is."""
+        documents = self.documents
+        if documents is not None:
+            rows, length = documents.numbers.shape
+            if query.shape[0] == rows and query.shape[-2] == key.shape[-2] == length:
+                attn_mask = documents.mask(is_causal, attn_mask)
+                is_causal = False
+                if query.dim() == 3:
+                    attn_mask = attn_mask.squeeze(1)
+        return plain_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
 class PackedRows:
     """The forward pre-hook of a prepared model that takes `seq_lens` and `cu_seqlens` out of its arguments.
 
     A forward that has a parameter of one of these names does everything itself.
 
     Args:
+        attention: of the run.
         sequence: splits sequences over ranks; None if none is split.
         layout: the name of a layout that computes rows only where the model's forward takes lengths, or empty.
     """
 
-    def __init__(self, sequence: ContextParallel | None, layout: str) -> None:
+    def __init__(
+        self, attention: DocumentAttention, sequence: ContextParallel | None, layout: str
+    ) -> None:
+        self.attention = attention
         self.sequence = sequence
         self.layout = layout
-        # The batch of the running forward, or of what a backward recomputes.
-        self.documents: Documents | None = None
         self._is_compared = False
-        self._names: set[tuple[str, str]] = set()
-        # Batches of the forwards since the last backward.
-        self._forwards: list[Documents] = []
-        self._had_backward = False
+        self._has_names = False
 
     def watch(self, model: nn.Module) -> None:
         """Add the hooks to a prepared model."""
@@ -70,9 +135,9 @@ class PackedRows:
 
     def __call__(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         """Take the lengths out of the arguments, and add what depends on them."""
-        fields = {name: kwargs[name] for name in FIELDS if name in kwargs}
-        if not fields:
+        if "seq_lens" not in kwargs and "cu_seqlens" not in kwargs:
             return None
+        fields = {name: kwargs[name] for name in FIELDS if name in kwargs}
         plain = extract_model_from_parallel(model, keep_torch_compile=False)
         parameters = inspect.signature(plain.forward).parameters
         kwargs = {name: value for name, value in kwargs.items() if name not in FIELDS}
@@ -109,88 +174,30 @@ class PackedRows:
             return self.adapt(plain, args, kwargs) or (args, kwargs)
         return args, kwargs
 
-    def adapt(self, part: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward pre-hook of each transformers model in the prepared one."""
-        if self.documents is None:
-            return None
-        bound = inspect.signature(part.forward).bind_partial(*args, **kwargs)
-        changed, self.documents = adapt_packed(part, bound, self.documents)
-        self._forwards[-1:] = [self.documents]
-        return replace_arguments(bound, args, kwargs, changed)
-
-    # -- attention
-
     def _begin(self, model: nn.Module, plain: nn.Module, documents: Documents) -> None:
         """Have attention separate documents until the end of a forward."""
-        if not self._names:
-            self._names = {PUBLIC_NAME} | names_of_attention(plain)
-        if self._had_backward:
-            self._forwards.clear()
-            self._had_backward = False
-        self._forwards.append(documents)
-        is_trained = torch.is_grad_enabled()
+        attention = self.attention
+        if not self._has_names:
+            self._has_names = True
+            attention.names |= names_of_attention(plain)
+        attention.is_used = True
         separated = contextlib.ExitStack()
-        separated.enter_context(self._separating(documents))
+        separated.enter_context(attention.separating(documents))
 
-        def end(*_: object) -> None:
+        def end(model: nn.Module, args: object, output: object) -> None:
             handle.remove()
+            attention.expect_backward(output, attention.documents or documents)
             separated.close()
-            if not is_trained:
-                self._forwards.pop()
 
         handle = model.register_forward_hook(end, always_call=True)
 
-    @contextlib.contextmanager
-    def _separating(self, documents: Documents) -> Iterator[None]:
-        self.documents = documents
-        # The fused layers of nn.TransformerEncoder attend without torch's function.
-        is_fused = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            with replaced_attention(untraced(self._attend), self._names):
-                yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(is_fused)
-            self.documents = None
-
-    @contextlib.contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """Wrapper a backward: attention that it computes again separates the documents of the forward."""
-        if not self._forwards:
-            yield
-            return
-        with self._separating(self._forwards[-1]):
-            self._had_backward = True
-            yield
-
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        """Takes the arguments of torch's function, which it replaces. Attention to other rows is computed as it is."""
-        documents = self.documents
-        assert documents is not None
-        rows, length = documents.numbers.shape
-        if query.shape[0] == rows and query.shape[-2] == key.shape[-2] == length:
-            if self._had_backward and len(self._forwards) > 1:
-                raise ConfigurationError(
-                    f"one backward recomputes attention of {len(self._forwards)} forwards with seq_lens: call "
-                    "backward after each forward, or leave out activation checkpointing"
-                )
-            attn_mask = documents.mask(is_causal, attn_mask)
-            is_causal = False
-            if query.dim() == 3:
-                attn_mask = attn_mask.squeeze(1)
-        return plain_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+    def adapt(self, part: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward pre-hook of each transformers model in the prepared one."""
+        if self.attention.documents is None:
+            return None
+        bound = inspect.signature(part.forward).bind_partial(*args, **kwargs)
+        changed, self.attention.documents = adapt_packed(part, bound, self.attention.documents)
+        return replace_arguments(bound, args, kwargs, changed)
 
     # -- the first forward
 

@@ -20,7 +20,6 @@ from ..core.objects import NullContext
 from ..optimizer import plain_optimizer
 from ..precision.base import Precision
 from .gradients import GradientReducer
-from .packed import PackedRows
 from .unwrap import canonical_name, extract_model_from_parallel
 
 # {parameter name of the user's model: shape} of each group of an optimizer.
@@ -65,8 +64,6 @@ class PreparedModel:
     saves_shards = False
     # What reduces gradients after a backward.
     reducers: Sequence[GradientReducer] = ()
-    # Computes packed rows document by document.
-    packed: PackedRows | None = None
 
     def __init__(self, module: nn.Module, precision: Precision | None = None) -> None:
         self.module = module

@@ -161,7 +161,8 @@ class DeepSpeedZero(Strategy):
     def backward(self, loss: torch.Tensor, **kwargs: object) -> None:
         """The engine's backward, and its step where the window ends."""
         steps = GradientState().sync_gradients
-        self._started_engine().backward(loss, sync_gradients=steps, **kwargs)
+        with self.recomputing():
+            self._started_engine().backward(loss, sync_gradients=steps, **kwargs)
 
     def backward_items(
         self,
@@ -171,7 +172,8 @@ class DeepSpeedZero(Strategy):
         **kwargs: object,
     ) -> None:
         """The engine's backward; its step multiplies the gradients."""
-        self._started_engine().backward_items(loss, factor, **kwargs)
+        with self.recomputing():
+            self._started_engine().backward_items(loss, factor, **kwargs)
 
     def _started_engine(self) -> DeepSpeedEngineWrapper:
         if self.engine is None:
