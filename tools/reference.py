@@ -47,6 +47,7 @@ SUBJECTS = {
         "core.modules",
         "parallel.unwrap",
         "parallel.compile",
+        "parallel.matrices",
         "torch_internals.compiled",
     ),
     "Saving": ("checkpointing",),

@@ -44,6 +44,7 @@ from .optimizer import AcceleratedOptimizer, is_optimizer, parameters_of, plain_
 from .parallel.base import Bundle, Strategy
 from .parallel.ddp.strategy import sync_in_backward
 from .parallel.items import ItemWindow
+from .parallel.matrices import check_matrices
 from .parallel.optimizer_step import build_step
 from .parallel.packed import PackedRows
 from .parallel.placeholders import refuse_placeholder
@@ -573,6 +574,9 @@ class Accelerator(RunInterface):
             if self._changes is not None:
                 self._changes.model(model)
             self.precision.convert(model, functools.partial(_repoint, bundle.optimizers))
+        if not evaluation:
+            prepared_before = [prepared.inner for prepared in self._objects.models]
+            check_matrices(bundle.optimizers, [*prepared_before, *bundle.models])
         fresh = self.strategy.prepare(bundle)
         if bundle.models and not evaluation:
             self.strategy.sync_rng_state()

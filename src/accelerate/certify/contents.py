@@ -14,6 +14,7 @@ from ..checkpointing.run_state import state_template
 from ..core.modules import class_name
 from ..core.trees import children, leaves
 from ..optimizer import AcceleratedOptimizer, is_optimizer, parameters_of
+from ..parallel.matrices import laid_out
 from ..parallel.prepared import PreparedModel
 from ..parallel.sharded import ShardedModel
 from ..parallel.unwrap import canonical_name, named_parameters
@@ -105,7 +106,8 @@ def optimizer_state(objects: RunObjects, optimizer: AcceleratedOptimizer) -> Ten
     prepared = objects.find_trained(optimizer)
     if prepared is None or _is_readable(prepared):
         names = _names_of(objects, optimizer)
-        return dict(_entries(optimizer.optimizer, names, prefix))
+        with laid_out(optimizer.optimizer):
+            return dict(_entries(optimizer.optimizer, names, prefix))
     # Its state has the positions of parameters.
     full = prepared.prepared_optimizer(optimizer)
     groups = full.group_shapes() or []

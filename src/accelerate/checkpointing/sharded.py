@@ -51,6 +51,7 @@ from ..parallel.fsdp.state import (
     parameter_names,
     unwrapped,
 )
+from ..parallel.matrices import laid_out
 from ..parallel.prepared import PreparedModel, PreparedOptimizer
 from ..runtime.agreement import error_text
 from ..torch_internals.optimizer_step import without_empty_groups
@@ -159,7 +160,8 @@ class ShardedState:
             staged.append(_Shards(shards_folder, _model_state(model), {}))
         for index, (model, optimizer) in enumerate(self.optimizers):
             shards_folder = optimizer_shards(Path(), index)
-            tensors, options = self._state_of(model, optimizer)
+            with laid_out(optimizer):
+                tensors, options = self._state_of(model, optimizer)
             staged.append(_Shards(shards_folder, tensors, options))
         if not blocking:
             for shards in staged:
@@ -270,10 +272,11 @@ class ShardedState:
             entries = shard_entries(path)
             if not self.templates and not is_fsdp1(model):
                 _fetch(path, _like_parameters(entries, model))
-            if optimizer.state and not self.templates and not is_fsdp1(model):
-                # Other optimizers have no tensors to compare with before `load`.
-                _, tensors, _ = _optimizer_state(path, model, optimizer)
-                match_shards(path, tensors, strict=True)
+            with laid_out(optimizer):
+                if optimizer.state and not self.templates and not is_fsdp1(model):
+                    # Other optimizers have no tensors to compare with before `load`.
+                    _, tensors, _ = _optimizer_state(path, model, optimizer)
+                    match_shards(path, tensors, strict=True)
         return notes
 
     def load(self, folder: Path, strict: bool, models_only: bool = False) -> None:
@@ -380,16 +383,17 @@ def load_optimizer(
     if is_fsdp1(model):
         _load_nested(path, model, optimizer, strict)
         return
-    flat, tensors, without = _optimizer_state(path, model, optimizer)
-    read_shards(path, tensors, strict)
-    state: StateDict = flat
-    for name, value in read_options(path).items():
-        if has_all or name in flat:
-            state[name] = value
-    state.update(tensors)
-    with without_empty_groups(optimizer):
-        set_optimizer_state_dict(model, optimizer, state, options=FLAT)
-    drop_states(model, optimizer, without)
+    with laid_out(optimizer):
+        flat, tensors, without = _optimizer_state(path, model, optimizer)
+        read_shards(path, tensors, strict)
+        state: StateDict = flat
+        for name, value in read_options(path).items():
+            if has_all or name in flat:
+                state[name] = value
+        state.update(tensors)
+        with without_empty_groups(optimizer):
+            set_optimizer_state_dict(model, optimizer, state, options=FLAT)
+        drop_states(model, optimizer, without)
 
 
 def _load_nested(

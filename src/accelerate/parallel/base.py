@@ -18,6 +18,7 @@ from ..core.modules import move_module
 from ..core.objects import NullContext
 from ..precision.base import Precision
 from .gradients import clip_values, gradients_of, local, multiply
+from .matrices import has_views, share_step
 from .packed import DocumentAttention
 from .prepared import PreparedModel
 
@@ -91,6 +92,7 @@ class Strategy:
         divides_loss: whether the caller divides a loss by the steps of its accumulation window before `backward`.
         joins: whether `join` lets processes run out of batches at different times.
         has_replicas: whether each of several processes has a whole model, which it can train without the others.
+        views_matrices: whether optimizers that were registered with shapes see their parameters so.
         gradient_group: the ranks that average gradients with each other; None for all.
         data_group: the ranks that read the other shards of the data, at this rank's place in all other dimensions of
             the mesh; None for all.
@@ -104,6 +106,7 @@ class Strategy:
     divides_loss = True
     joins = False
     has_replicas = False
+    views_matrices = True
     gradient_group: dist.ProcessGroup | None = None
     data_group: dist.ProcessGroup | None = None
     sequence: ContextParallel | None = None
@@ -143,7 +146,9 @@ class Strategy:
         return objects
 
     def lay_out_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the step of parameters that this layout has replaced that of a single process."""
+        """Make the step of parameters that this layout has replaced that of a single process, and share its work."""
+        if self.views_matrices and has_views(optimizer):
+            share_step(optimizer)
 
     def prepare(self, bundle: Bundle) -> list[PreparedModel]:
         """Lay out each model of the bundle. The optimizers' parameters stay the same objects."""

@@ -20,6 +20,7 @@ from ..core.objects import NullContext
 from ..optimizer import plain_optimizer
 from ..precision.base import Precision
 from .gradients import GradientReducer
+from .matrices import shared_step_of
 from .unwrap import canonical_name, extract_model_from_parallel
 
 # {parameter name of the user's model: shape} of each group of an optimizer.
@@ -201,6 +202,8 @@ class PreparedOptimizer:
     @property
     def is_partial(self) -> bool:
         """Whether this process has only a shard of the state."""
+        if shared_step_of(self.inner) is not None:
+            return True
         return self.model is not None and self.model.is_partial
 
     @property

@@ -38,6 +38,7 @@ from .base import Bundle, Strategy
 from .context.region import ContextParallel
 from .fsdp import state as fsdp_state
 from .gradients import AgreeingScaler, GradientReducer
+from .matrices import share_step
 from .prepared import PreparedModel, PreparedOptimizer
 from .sharded_optimizer import (
     ParameterPlaces,
@@ -172,6 +173,8 @@ class ShardedStrategy(Strategy):
         self.layout: ParallelismConfig = layout or mesh.all_sharded(world)
         self.mesh: dist.DeviceMesh | None = mesh.build_mesh(self.layout, world, device.type)
         self.tensor_group: dist.ProcessGroup | None = mesh.group_of(self.mesh, "tp")
+        # The ranks that have the same values and gradients of what is not sharded.
+        self.replicas: dist.ProcessGroup | None = self.tensor_group
         self._data_shard = mesh.data_shard(self.layout, dist.get_rank())
         sizes = self.layout.sizes
         self._gradient_ranks: int = self.layout.data_parallel_size * sizes["cp"] * sizes["sp"]
@@ -223,8 +226,10 @@ class ShardedStrategy(Strategy):
 
     def lay_out_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the step of shards that of a single process, without stale unsharded parameters."""
-        if self.shards_parameters:
-            lay_out_step(optimizer)
+        if not self.shards_parameters:
+            share_step(optimizer, self.replicas)
+        else:
+            lay_out_step(optimizer, self.replicas)
             reshard_before_step(optimizer, units_of(self.prepared))
 
     def join(

@@ -3,8 +3,9 @@
 
 The step is equal to that of a single process.
 Elementwise optimizers step on the local tensors. DTensor would propagate the layout at each of a dozen operations on
-each parameter, and torch has foreach and fused kernels for plain tensors only. Others may need entire tensors, as
-Adafactor, Muon and LBFGS do: they step on unsharded copies, the same on every rank, at the price of their memory.
+each parameter, and torch has foreach and fused kernels for plain tensors only. The work of registered optimizers of
+matrices is shared (`matrices.py`). Others may need entire tensors, as Adafactor and LBFGS do: they step on unsharded
+copies, the same on every rank, at the price of their memory.
 Between two steps parameters, gradients and state are DTensors.
 """
 
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -30,6 +32,7 @@ from ..torch_internals.dtensor import as_dtensor
 from ..torch_internals.optimizer_step import replace_step, replace_step_below_hooks
 from .base import Bundle
 from .materialize import local_shard
+from .matrices import share_step
 from .optimizer_step import OPT_OUT, Scope, find_scope, is_elementwise
 from .prepared import PreparedModel
 
@@ -189,8 +192,15 @@ def trains_nothing(optimizer: torch.optim.Optimizer) -> PrepareError:
     )
 
 
-def lay_out_step(optimizer: torch.optim.Optimizer) -> None:
-    """Make the step of an optimizer of DTensors equal to that of a single process."""
+def lay_out_step(
+    optimizer: torch.optim.Optimizer, replicas: dist.ProcessGroup | None = None
+) -> None:
+    """Make the step of an optimizer of DTensors equal to that of a single process.
+
+    `replicas` are the ranks that have the same parameters which are no DTensors; None for this process alone.
+    """
+    if share_step(optimizer, replicas, local_tensors=_local_tensors):
+        return
     if is_elementwise(optimizer):
         step_locally(optimizer)
         return

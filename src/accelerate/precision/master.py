@@ -327,7 +327,13 @@ def attach(optimizer: torch.optim.Optimizer, precision: MasterPrecision) -> None
     Not by torch's hooks, none of which runs after a step that raised.
     Raises PrepareError for an optimizer that steps in the backward.
     """
-    kind, reference = type(optimizer), weakref.ref(optimizer)
+    kind: Any = type(optimizer)
+    reference = weakref.ref(optimizer)
+    # Those of an optimizer whose step is shared.
+    save = optimizer.__dict__.get("state_dict", lambda: kind.state_dict(reference()))
+    load = optimizer.__dict__.get(
+        "load_state_dict", lambda state: kind.load_state_dict(reference(), state)
+    )
     if hasattr(optimizer, "fused_backward"):
         raise PrepareError(
             f"MasterWeightsKwargs: {kind.__name__} updates the parameters in the backward, which master weights do "
@@ -346,7 +352,7 @@ def attach(optimizer: torch.optim.Optimizer, precision: MasterPrecision) -> None
 
     def state_dict() -> dict[str, Any]:
         own: Any = reference()
-        state: dict[str, Any] = kind.state_dict(own)
+        state: dict[str, Any] = save()
         if not master_step.inside:
             master_step.look(own)
             state[STATE_KEY] = master_step.saved()
@@ -357,11 +363,11 @@ def attach(optimizer: torch.optim.Optimizer, precision: MasterPrecision) -> None
         rest = dict(state_dict)
         saved = rest.pop(STATE_KEY, {})
         if master_step.inside:
-            kind.load_state_dict(own, rest)
+            load(rest)
             return
         master_step.enter(own)
         try:
-            kind.load_state_dict(own, rest)
+            load(rest)
             master_step.take(saved)
         finally:
             master_step.leave(own)

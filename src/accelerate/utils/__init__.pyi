@@ -246,6 +246,7 @@ from ..parallel.fsdp.by_hand import fsdp2_prepare_model as fsdp2_prepare_model
 from ..parallel.fsdp.by_hand import fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters
 from ..parallel.fsdp.by_hand import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
 from ..parallel.fsdp.units import get_parameters_from_modules as get_parameters_from_modules
+from ..parallel.matrices import register_matrix_optimizer as register_matrix_optimizer
 from ..parallel.placeholders import AbstractTrainStep as AbstractTrainStep
 from ..parallel.placeholders import BertTrainStep as BertTrainStep
 from ..parallel.placeholders import DummyOptim as DummyOptim

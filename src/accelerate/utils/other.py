@@ -15,6 +15,7 @@ EXPORTS = {
     "data_loader.token_batches": ["TokenBatchSampler"],
     "launchers.ports": ["get_free_port", "is_port_in_use"],
     "parallel.compile": ["compile_regions", "compile_regions_deepspeed", "compile_regions_fsdp2"],
+    "parallel.matrices": ["register_matrix_optimizer"],
     "parallel.unwrap": ["extract_model_from_parallel"],
     "placement.tied": ["clean_state_dict_for_safetensors"],
     "runtime.hardware": ["check_os_kernel"],

@@ -17,6 +17,7 @@ from ..launchers.ports import is_port_in_use as is_port_in_use
 from ..parallel.compile import compile_regions as compile_regions
 from ..parallel.compile import compile_regions_deepspeed as compile_regions_deepspeed
 from ..parallel.compile import compile_regions_fsdp2 as compile_regions_fsdp2
+from ..parallel.matrices import register_matrix_optimizer as register_matrix_optimizer
 from ..parallel.unwrap import extract_model_from_parallel as extract_model_from_parallel
 from ..placement.tied import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from ..runtime.hardware import check_os_kernel as check_os_kernel

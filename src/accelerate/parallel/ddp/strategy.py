@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from ...precision.base import Precision
 from ...torch_internals import ddp
 from ..base import Strategy, one_shard_each
 from ..gradients import average
+from ..matrices import share_step, shared_step_of
 from . import requirements
 from .model import ReplicatedModel, replica_of
 
@@ -43,6 +45,7 @@ class DataParallel(Strategy):
         super().__init__(device, precision)
         self.options: DistributedDataParallelKwargs = options or DistributedDataParallelKwargs()
         self._is_joining = False
+        self._shared: list[weakref.ref[torch.optim.Optimizer]] = []
 
     def prepare_model(self, model: torch.nn.Module, evaluation: bool = False) -> ReplicatedModel:
         """Everything that is done to one model, in its order."""
@@ -61,6 +64,20 @@ class DataParallel(Strategy):
         # Compilation is the last of these.
         prepared.module = self.apply_transforms(prepared.module, before_layout=False)
         return prepared
+
+    def lay_out_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Share the work of an optimizer of matrices."""
+        if not self.has_replicas or not dist.is_initialized():
+            return
+        if share_step(optimizer, dist.group.WORLD, self._averages_gradients):
+            self._shared.append(weakref.ref(optimizer))
+
+    def _averages_gradients(self) -> bool:
+        """Whether all replicas step with equal gradients: neither in `no_sync` nor in `join`."""
+        if self._is_joining:
+            return False
+        replicas = [replica_of(prepared.module) for prepared in self.prepared]
+        return all(replica is None or ddp.reduces(replica) for replica in replicas)
 
     def replicate(self, model: torch.nn.Module) -> DistributedDataParallel:
         """The model inside DDP, with the communication hook and equal master weights."""
@@ -163,6 +180,12 @@ class DataParallel(Strategy):
             stack.enter_context(Join(joined))
             stack.callback(setattr, self, "_is_joining", self._is_joining)
             self._is_joining = True
+            # Later, some of the processes step alone.
+            for reference in self._shared:
+                optimizer = reference()
+                shared = shared_step_of(optimizer)
+                if shared is not None:
+                    shared.plan(optimizer)
             yield
 
 

@@ -47,6 +47,7 @@ class DeepSpeedZero(Strategy):
     """
 
     name = "DeepSpeed"
+    views_matrices = False
     api_method = "_prepare_deepspeed"
     divides_loss = False
     data_shard = property(one_shard_each)

@@ -178,6 +178,7 @@ class FullyShardedDataParallel1(Strategy):
     """Each rank keeps a shard of each unit's flattened parameters; a unit is gathered to compute."""
 
     name = "FSDP1"
+    views_matrices = False
     data_shard = property(one_shard_each)
 
     def __init__(

@@ -27,6 +27,7 @@ from ...optimizer import parameters_of
 from ...torch_internals import dtensor
 from ...torch_internals.fsdp1 import flat_units, ignoring
 from .. import materialize
+from ..matrices import laid_out
 from ..sharded_optimizer import has_own_form, lay_out_state, steps_unsharded, unsharded
 from ..unwrap import canonical_name, named_parameters, named_tensors
 
@@ -174,8 +175,9 @@ def load_full_optimizer_state(
         return
     # Not strict: a parameter that was never used has no state, which is how a plain run's optimizer has it.
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    set_optimizer_state_dict(model, optimizer, named, options=options)
-    drop_states(model, optimizer, set(names) - names_with_state)
+    with laid_out(optimizer):
+        set_optimizer_state_dict(model, optimizer, named, options=options)
+        drop_states(model, optimizer, set(names) - names_with_state)
 
 
 def _named_state(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -212,8 +214,10 @@ def optimizer_state(
             without = [parameter for name, parameter in trained.items() if name not in with_state]
             with ignoring(without):
                 return dict(get_optimizer_state_dict(model, optimizer, options=options))
-    elif optimizer.state:
-        return dict(get_optimizer_state_dict(model, optimizer, options=options))
+    else:
+        with laid_out(optimizer):
+            if optimizer.state:
+                return dict(get_optimizer_state_dict(model, optimizer, options=options))
     groups = named_groups(model, optimizer)
     if not options.flatten_optimizer_state_dict:
         return {"state": {}, "param_groups": groups}

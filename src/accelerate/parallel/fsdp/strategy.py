@@ -118,6 +118,7 @@ class FullyShardedDataParallel(ShardedStrategy):
         self.full_outputs: bool = plugin.policy_is_filled and precision.scaler is not None
         self.shards: dist.DeviceMesh = mesh.fsdp_mesh(self.layout, self.mesh, device)
         self.gradient_group: dist.ProcessGroup | None = mesh.group_of(self.mesh, "dp_cp")
+        self.replicas: dist.ProcessGroup | None = self.gradient_group or dist.group.WORLD
 
     def prepare_model(self, model: nn.Module, evaluation: bool = False) -> Fsdp2Model:
         """Everything that is done to one model, in its order."""

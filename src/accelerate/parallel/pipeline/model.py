@@ -27,6 +27,7 @@ from ..accumulated import AccumulatedGradients
 from ..context.region import ContextParallel
 from ..fsdp.state import broadcast_state, full_on_host
 from ..gradients import GradientReducer, all_reduce, deferred, gradients_of, local
+from ..matrices import laid_out
 from ..prepared import GroupShapes, PreparedOptimizer
 from ..sharded import ShardedModel, ShardedOptimizer
 from ..sharded_optimizer import lay_out_state
@@ -244,10 +245,11 @@ class PipelinedOptimizer(ShardedOptimizer):
         """Return the full state in the form of a single process's optimizer, on rank 0; empty on other ranks."""
         optimizer, groups = self.inner, self._names()
         entries: dict[str, Any] = {}
-        for name, parameter in materialize.named_parameters(self.model.inner):
-            if parameter in optimizer.state:
-                entry = dict(optimizer.state[parameter])
-                entries[name] = trees.map_leaves(full_on_host, entry)
+        with laid_out(optimizer):
+            for name, parameter in materialize.named_parameters(self.model.inner):
+                if parameter in optimizer.state:
+                    entry = dict(optimizer.state[parameter])
+                    entries[name] = trees.map_leaves(full_on_host, entry)
         entries = self.model.collected(entries)
         if dist.get_rank() != 0:
             return {}

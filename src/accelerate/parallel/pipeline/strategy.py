@@ -63,6 +63,7 @@ class PipelineParallel(ShardedStrategy):
         self.gradient_group: dist.ProcessGroup | None = None
         if parallelism.data_parallel_size > 1:
             self.gradient_group = mesh.group_of(self.mesh, "dp")
+            self.replicas: dist.ProcessGroup | None = self.gradient_group
         # The rank of the pipeline that has each stage.
         ranks = range(self.channel.size)
         self.ranks: list[int] = list(ranks) * (self.options.stages_per_rank or 1)

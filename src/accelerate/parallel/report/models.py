@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...core.tensor_files import dtype_name
+from ...optimizer import plain_optimizer
 from ...precision.fp8 import Float8Precision
 from ...torch_internals.fsdp2 import (
     group_parameters,
@@ -27,6 +28,7 @@ from ..ddp.model import ReplicatedModel, replica_of
 from ..deepspeed.engine import engine_bytes, engine_master_weights
 from ..deepspeed.state import EngineModel, UntrainedModel
 from ..gradients import buckets, local
+from ..matrices import shared_step_of
 from ..pipeline.model import PipelinedModel
 from ..pipeline.p2p import TensorSpec, specs_in
 from ..pipeline.runner import BatchShapes, Runner
@@ -52,6 +54,10 @@ def memory_usage(
         used.update(_model_memory(model, windows, seen))
     used[figures.BUFFERS] = figures.of_buffers([model.module for model in models])
     states = [list(optimizer.state.values()) for optimizer in optimizers]
+    for optimizer in optimizers:
+        shared = shared_step_of(plain_optimizer(optimizer))
+        if shared is not None:
+            states.append([matrix.state for matrix in shared.matrices()])
     used[figures.STATE] = figures.local_bytes(figures.tensors_in(states))
     return {kind: used[kind] for kind in figures.KINDS}
 
