@@ -36,6 +36,7 @@ BIN := $(VENV)/bin
 # Python compiles what it imports; compiling all files of all packages takes more than a minute.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 ENGINES_STAMP := $(VENV)/.installed-engines
 # The engine programs that the tests run, and the Debian packages that provide them.
 ENGINE_PROGRAMS := mpirun.openmpi mpirun.mpich munged slurmctld slurmd sbatch ip pdsh
@@ -62,8 +63,9 @@ help:  ## show this list
 
 install: $(STAMP)  ## create .venv with this package (editable) and everything that its tests need
 
-demo: $(STAMP)  ## train a small GPT on two processes, kill it, and resume it (a minute on two cores)
-	PATH="$(abspath $(BIN)):$$PATH" python examples/demo.py
+demo: $(DEMO_STAMP)  ## train a small GPT on two processes, kill it, and resume it (a minute on two cores)
+	@echo "The demo takes about a minute on two CPU cores."
+	@PATH="$(abspath $(BIN)):$$PATH" python examples/demo.py
 
 # A worker takes neighbouring tests, so that most fixtures of a module and imports of a rank server are made once.
 test: $(STAMP)  ## run the tests of CI without those of engines (PYTEST_ARGS is passed to pytest)
@@ -164,9 +166,24 @@ clean:  ## remove the environments and all generated files
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+define make_venv
+@test -n "$(PYTHON)" || { echo "Python 3.11 or later is required; pass its path: make PYTHON=/path/to/python" >&2; exit 1; }
+test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+endef
+
+# Only this package and what it requires. A complete environment has all of it.
+$(DEMO_STAMP): pyproject.toml
+	$(call make_venv)
+	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
+		echo "Downloading $(TORCH) into $(VENV): about 3 GB with CUDA on Linux, 0.2 GB elsewhere. The demo itself then takes a minute."; \
+		echo "Without CUDA it is 0.2 GB: make demo PIP_INDEX=https://download.pytorch.org/whl/cpu"; \
+		$(PIP_INSTALL) $(addprefix --index-url ,$(PIP_INDEX)) "$(TORCH)"; }
+	@echo "Installing this package with numpy, safetensors, psutil, packaging, PyYAML and rich: about 25 MB."
+	@$(PIP_INSTALL) --editable .
+	@touch $@
+
 $(STAMP): pyproject.toml
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or later is required; pass its path: make PYTHON=/path/to/python" >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(call make_venv)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP_INSTALL) "$(TORCH)"
 	$(PIP_INSTALL) --editable ".[$(EXTRAS)]"
 	# The build imports torch. Without operators it needs no compiler. The dependencies are in [test].

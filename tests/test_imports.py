@@ -15,7 +15,8 @@ import accelerate
 
 PACKAGE = Path(accelerate.__file__).parent
 PROJECT = Path(__file__).parents[1]
-FILES = sorted(PACKAGE.rglob("*.py"))
+# The templates are projects of users.
+FILES = [path for path in sorted(PACKAGE.rglob("*.py")) if "templates" not in path.parts]
 
 # These start on the command line, or before torch is wanted. None of them may cost the import of torch.
 WITHOUT_TORCH = [

@@ -3,6 +3,7 @@
 
 import hashlib
 import json
+import os
 import time
 
 import pytest
@@ -68,6 +69,12 @@ def test_json(project, capsys):
     assert run("list", project, "--json") == 0
     (moved,) = json.loads(capsys.readouterr().out)["set_aside"]
     assert "checkpoint_1.damaged" in moved
+    # Only what a killed save has left.
+    leftover = project / "killed" / "checkpoints" / ".checkpoint_0.tmp-0123abcd"
+    leftover.mkdir(parents=True)
+    os.utime(leftover, (0, 0))
+    assert run("list", project / "killed", "--json") == 1
+    assert len(json.loads(capsys.readouterr().out)["unfinished"]) == 1
     assert run("list", project / "absent", "--json") == 1
     assert json.loads(capsys.readouterr().out)["checkpoints"] == []
 

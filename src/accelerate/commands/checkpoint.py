@@ -113,7 +113,9 @@ def _list(options: argparse.Namespace) -> bool:
         _list_uploads(path)
     folders, damaged = _folders(path)
     rows = _rows(folders, _read_sizes, options)
-    unfinished = leftovers_of(path) if folders or damaged else []
+    unfinished: list[Path] = []
+    if path.is_dir():
+        unfinished = leftovers_of(path)
     if options.json:
         _print_json(path, rows, set_aside=damaged, unfinished=unfinished)
     else:

@@ -28,6 +28,7 @@ COMMANDS = {
     "env": ("env", "describe this installation and this machine"),
     "estimate-memory": ("estimate", "estimate the memory of a model, from its configuration"),
     "export": ("export", "write a saved model as the folder that from_pretrained, or peft, reads"),
+    "init": ("init", "write a small complete project: script, configuration, test, batch job"),
     "launch": ("launch", "run a script on one process, on several, or on several machines"),
     "merge-weights": ("merge", "merge the shards of a saved model"),
     "monitor": ("monitor", "show recorded runs, on a local web page or in the terminal"),

@@ -373,7 +373,8 @@ def line(title: str, default: Any, check: Callable[[str], Any], help: str = "") 
                 raise KeyboardInterrupt from None
             print()
             raise ConfigurationError(
-                "the input ended before all questions were answered; `accelerate config default` has none"
+                "the input ended before all questions were answered; `accelerate config default` and `accelerate init "
+                "--task NAME` have none"
             ) from None
         if text in ("<", "back"):
             return BACK
