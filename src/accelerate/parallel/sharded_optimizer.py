@@ -197,7 +197,7 @@ def lay_out_step(
 ) -> None:
     """Make the step of an optimizer of DTensors equal to that of a single process.
 
-    `replicas` are the ranks that have the same parameters which are no DTensors; None for this process alone.
+    `replicas` are the ranks that have the same parameters which are not DTensors; None for this process alone.
     """
     if share_step(optimizer, replicas, local_tensors=_local_tensors):
         return
