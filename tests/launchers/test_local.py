@@ -152,6 +152,28 @@ def test_signals_and_codes_are_told_in_words(launch):
         assert words in done.stderr and "rank 1 failed" in done.stderr
 
 
+def test_ranks_that_stop_on_request_have_not_failed(launch):
+    """As after a save on `request_stop()`: each rank ends by itself, with 128 plus the number of the signal."""
+    done = launch(
+        """
+        import os, sys, time
+        rank = int(os.environ["RANK"])
+        time.sleep(rank)
+        print("rank", rank, "is done", file=sys.stderr)
+        sys.exit(143)
+        """,
+        "--cpu", "--num_processes", "2",
+    )  # fmt: skip
+    assert done.returncode == 143
+    assert "rank 1 is done" in done.stderr
+    assert "SIGTERM" in done.stderr and "failed" not in done.stderr
+    done = launch(
+        "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(138)\ntime.sleep(60)\n",
+        "--cpu", "--num_processes", "2",
+    )  # fmt: skip
+    assert done.returncode == 138 and "rank 1 failed" in done.stderr
+
+
 STUBBORN = """
 import os, signal, subprocess, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ranks exchange in a loop, where they have different numbers of batches, against a plain loop."""
 
+import contextlib
 import math
 import os
 import signal
@@ -15,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.checkpointing.layout import read_manifest
 from accelerate.runtime.step_exchange import StepExchange
 from accelerate.state import PartialState
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 
 SIZE, BATCH, RATE = 15, 1, 0.05  # 8 batches for rank 0, 7 for rank 1
 # In whose batch a value is not finite: one that both ranks read, and the last one, which only rank 0 has.
@@ -191,25 +192,35 @@ def evaluate(accelerator, model, loader, stop, gathers):
     model.train()
 
 
-# Who evaluates: all ranks with a gather of each batch, all without one, or rank 0 alone while rank 1 waits, or while
-# rank 1 goes on to the next step. And who gets the signal.
+# Who evaluates: all ranks with a gather of each batch, all without one (under DDP, under FSDP2, or where ranks run out
+# of batches), or rank 0 alone while rank 1 waits, or while rank 1 goes on to the next step. And who gets the signal.
 EVALUATIONS = [
     ("gather", 0, "SIGTERM"),
     ("none", 1, "request"),
+    ("sharded", 1, "SIGTERM"),
+    ("uneven", 1, "SIGUSR1"),
     ("alone", 1, "SIGUSR1"),
     ("ahead", 0, "SIGTERM"),
 ]
+ALL = ("gather", "none", "sharded", "uneven")
 
 
 def run_with_evaluation(folder, kind, rank, how):
     """Train three epochs with an evaluation in the second one. Returns the weights, or the exit code and batches."""
     project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
-    accelerator = Accelerator(cpu=True, project_config=project)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if kind == "sharded" else None
+    accelerator = Accelerator(cpu=True, project_config=project, fsdp_plugin=plugin)
     index = accelerator.process_index
     model, optimizer = make()
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
-    train = DataLoader(TensorDataset(*data()), batch_size=2, shuffle=True)
-    test = DataLoader(TensorDataset(*data()), batch_size=1)
+    # Ranks that make other numbers of steps would have other rates.
+    gamma = 1.0 if kind == "uneven" else 0.5
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=gamma)
+    # Without a batch for each rank in the last step. In such a block each forward of DDP communicates.
+    samples, tested = (13, 14) if kind == "uneven" else (SIZE, SIZE)
+    train, test = (
+        TensorDataset(*(values[:count] for values in data())) for count in (samples, tested)
+    )
+    train, test = DataLoader(train, batch_size=2, shuffle=True), DataLoader(test, batch_size=1)
     model, optimizer, train, test, scheduler = accelerator.prepare(
         model, optimizer, train, test, scheduler
     )
@@ -229,24 +240,30 @@ def run_with_evaluation(folder, kind, rank, how):
 
     try:
         for epoch in range(start.epoch if start else 0, 3):
-            for number, (x, y) in enumerate(train):
-                accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-                if number != 1 or epoch != 1:
-                    continue
-                if kind in ("gather", "none"):
-                    evaluate(accelerator, model, test, stop, kind == "gather")
-                elif index == 0:
-                    evaluate(accelerator, accelerator.unwrap_model(model), test, stop, False)
-                elif kind == "alone":
-                    stop(1)
-                if kind == "alone":
-                    accelerator.wait_for_everyone()
+            block = contextlib.nullcontext()
+            if kind == "uneven":
+                block = accelerator.join_uneven_inputs([model], even_batches=False)
+            with block:
+                for number, (x, y) in enumerate(train):
+                    accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                    # The rest of the epoch that was cut has a step of rank 0 alone.
+                    is_rest = kind == "uneven" and start is not None
+                    if number != 1 or epoch != 1 or is_rest:
+                        continue
+                    if kind in ALL:
+                        evaluate(accelerator, model, test, stop, kind == "gather")
+                    elif index == 0:
+                        evaluate(accelerator, accelerator.unwrap_model(model), test, stop, False)
+                    elif kind == "alone":
+                        stop(1)
+                    if kind == "alone":
+                        accelerator.wait_for_everyone()
     except SystemExit as stopped:
         return stopped.code, batches
-    values = accelerator.unwrap_model(model).state_dict()
+    values = accelerator.get_state_dict(model)
     return {name: value.tolist() for name, value in values.items()}
 
 
@@ -259,7 +276,7 @@ def test_a_signal_in_an_evaluation(kind, rank, how, ranks, tmp_path):
     assert [code for code, _ in stopped] == [128 + number] * 2
     [checkpoint] = (tmp_path / "cut" / "checkpoints").iterdir()
     step = read_manifest(checkpoint).progress["step"]
-    if kind in ("gather", "none"):
+    if kind in ALL:
         assert step == 6 and all(batches < 8 for _, batches in stopped)
     else:
         assert step > 6

@@ -34,6 +34,8 @@ _FOREIGN = (
     r"(builtins\.)?(Connection(Reset|Refused|Aborted)?Error|BrokenPipeError|EOFError|OSError|URLError|HTTPError)(:|$)|"
     r"(requests|urllib3?|http|httpx|httpcore|aiohttp|botocore|huggingface_hub|wandb|multiprocessing)\."
 )
+# The signals by which a run is told to save and end: its code is 128 plus the number. Windows has one of them.
+_REQUESTS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 # By name: Windows has no SIGBUS.
 _MEANINGS = {
     "SIGSEGV": "invalid memory access: a defect in native code, an extension or the driver",
@@ -154,6 +156,15 @@ class End(NamedTuple):
     def points_elsewhere(self) -> bool:
         """Whether another rank is likely to be the cause."""
         return self.code > 0 and points_elsewhere(self.output, self.rank)
+
+    @property
+    def requested_by(self) -> str:
+        """The signal on which the rank has ended as it should, after a save; empty if it has failed."""
+        if self.starter or message_of(self.output, self.rank):
+            return ""
+        names = [name for name in _REQUESTS if hasattr(signal, name)]
+        codes = {128 + signal.Signals[name]: name for name in names}
+        return codes.get(self.code, "")
 
     @property
     def traceback(self) -> str:

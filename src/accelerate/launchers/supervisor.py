@@ -276,7 +276,10 @@ class Supervisor:
             failure = self._first_failure()
             if failure is not None:
                 grace = GRACE
-                if failure.source.points_elsewhere:
+                if failure.end.requested_by:
+                    # The others end by themselves.
+                    grace = GRACE_LOST
+                elif failure.source.points_elsewhere:
                     grace = max(GRACE_LOST, self.link.cause_timeout)
                 self._stop_at = min(self._stop_at, now + grace)
         if now >= self._stop_at:
@@ -394,6 +397,13 @@ class Supervisor:
             return 0
         self._report_failure(failure)
         self.failure = failure
+        name = failure.end.requested_by
+        if name and all(rank.code == failure.end.code for rank in self.ranks):
+            self._finish_streams()
+            self._print(
+                [f"accelerate: all ranks have stopped on {name}; exit code {self.ranks[0].code}"]
+            )
+            return failure.exit_code
         self._finish_streams(with_tracebacks=False)
         if failure.source.traceback and not failure.source.shown:
             self._print([failure.source.traceback.rstrip("\n")])

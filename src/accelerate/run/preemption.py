@@ -234,18 +234,23 @@ class StopController:
             return None
         if any(average.is_applied for average in objects.averages):
             return None
-        if self._exchange.is_uneven:
-            return None
         if self._is_in_batch:
             # All steps of the batch have to be made.
             steps = _count_steps(checkpoints) - self._steps_at_batch
             if steps == 0 or steps < self._steps_of_batch:
                 return None
+        # Where forwards communicate, the ranks have to have read as many batches.
         batches = 0
         if any(prepared.is_partial for prepared in objects.models):
-            # Forwards communicate: the ranks read as many batches.
             batches = marks.batches_read()
-        return [*_steps_and_calls(checkpoints), batches]
+        elif self._exchange.is_uneven:
+            batches = getattr(GradientState().active_dataloader, "batches_read", 0)
+        return [*self._steps_and_calls(checkpoints), batches]
+
+    def _steps_and_calls(self, checkpoints: RunCheckpoints) -> list[int]:
+        """Optimizer steps, epoch, and collectives of this package."""
+        epoch = int(getattr(checkpoints.controller.main_loader, "iteration", 0))
+        return [*self._exchange.position, epoch, LEDGER.count]
 
     def _end_before_first_step(self, checkpoints: RunCheckpoints) -> None:
         """End this process, if a signal has come and the other ranks know of it, and there is nothing to save."""
@@ -359,7 +364,7 @@ class StopController:
             loader = self._batch_loader(checkpoints)
             if loader is None:
                 return
-            position = [*_steps_and_calls(checkpoints), loader.batches_read]
+            position = [*self._steps_and_calls(checkpoints), loader.batches_read]
         if self._exchange.meet_to_stop(position, self._exchange.seconds_left / 2):
             self.is_interrupting = True
             if loader is not None:
@@ -389,12 +394,6 @@ def _count_steps(checkpoints: RunCheckpoints) -> int:
         wrapped = getattr(scheduler, "scheduler", scheduler)
         steps += getattr(wrapped, "last_epoch", 0)
     return steps
-
-
-def _steps_and_calls(checkpoints: RunCheckpoints) -> list[int]:
-    """Optimizer steps, epoch, and collectives of this package."""
-    epoch = int(getattr(checkpoints.controller.main_loader, "iteration", 0))
-    return [checkpoints.step, epoch, LEDGER.count]
 
 
 def _brief_share(checkpoints: RunCheckpoints) -> float:

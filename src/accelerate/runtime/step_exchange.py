@@ -71,6 +71,7 @@ class StepExchange:
         is_busy: whether this rank is in an exchange through the store.
         is_spread: whether the other ranks can know of the signal.
         on_spread: called in another thread when they can.
+        position: how many blocks in which ranks leave have begun or ended, and the steps since then.
         deadline: when the run has to have ended, in seconds of `time.monotonic`, once there is a signal.
     """
 
@@ -80,6 +81,7 @@ class StepExchange:
         self.is_watching: bool = False
         self.is_spread: bool = process.num_processes == 1
         self.on_spread: Callable[[], object] | None = None
+        self.position: tuple[int, int] = (0, 0)
         self.deadline: float = math.inf
         self.is_busy: bool = False
         self._world = process.num_processes
@@ -241,6 +243,8 @@ class StepExchange:
 
     def step(self) -> None:
         """Count a step. Every few steps the ranks exchange which of them have received a signal."""
+        blocks, steps = self.position
+        self.position = blocks, steps + 1
         if self.is_agreed or self._world == 1:
             return
         if self._has_exchanged:
@@ -296,6 +300,7 @@ class StepExchange:
         self._name = name
         self.is_uneven = name != _NAME
         self._absent = 0
+        self.position = self.position[0] + 1, 0
         self._has_exchanged = False
         self._steps_left, self._last_exchange = 1, None
 
