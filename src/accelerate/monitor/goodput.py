@@ -60,24 +60,31 @@ def goodput(run: Run) -> Goodput | None:
         return None
     spent = dict.fromkeys(BADPUT, 0.0)
     elapsed = _add_timeline(spent, run, lead)
-    steps = lead.last_step - lead.first_step + 1
-    width = bucket_width(steps, _BUCKETS)
-    buckets = reduce_steps([lead], lead.first_step, lead.last_step, width)
-    seconds = float(buckets.sum("seconds").sum())
-    saving = float(buckets.sum("checkpoint").sum())
-    spent["data"] = float(buckets.sum("data").sum())
-    spent["save"] = max(spent["save"], saving)
-    spent["repeated"] = lead.repeated
-    work = buckets.sum("seconds") - buckets.sum("data") - buckets.sum("checkpoint")
+    first = lead.first_step
+    last = lead.last_step
+    width = bucket_width(last - first + 1, _BUCKETS)
+    buckets = reduce_steps([lead], first, last, width)
+    seconds = buckets.sum("seconds")
+    data = buckets.sum("data")
+    saving = buckets.sum("checkpoint")
     weight = buckets.steps("seconds")
+    saved = float(saving.sum())
+    spent["data"] = float(data.sum())
+    spent["save"] = max(spent["save"], saved)
+    spent["repeated"] = lead.repeated
+    work = seconds - data - saving
     with np.errstate(all="ignore"):
         usual = weighted_median((work / weight)[0], weight[0])
     spent["compile"] = _warm_up(lead, usual)
     # The wait for others who warm up is part of the warm-up.
-    first = min(lead.first_step + _WARM_UP_STEPS, lead.last_step)
-    waited, _, sampled = sampled_waits(run, first, lead.last_step)[:, 0]
-    spent["waiting"] = float(waited / sampled * weight.sum())
-    good = seconds - saving - spent["data"] - spent["compile"] - spent["waiting"]
+    first = min(first + _WARM_UP_STEPS, last)
+    waits = sampled_waits(run, first, last)
+    waited, _, sampled = waits[:, 0]
+    steps = float(weight.sum())
+    spent["waiting"] = float(waited / sampled) * steps
+    good = float(work.sum())
+    good -= spent["compile"]
+    good -= spent["waiting"]
     good = max(0.0, good)
     recorded = good + sum(spent.values())
     # Clocks that were set may leave less time than the parts have.
@@ -85,7 +92,9 @@ def goodput(run: Run) -> Goodput | None:
     if total <= 0:
         return None
     spent["other"] = total - recorded
-    shares = {cause: value / total for cause, value in spent.items()}
+    shares = {}
+    for cause, value in spent.items():
+        shares[cause] = value / total
     return Goodput(total, good / total, shares)
 
 
@@ -95,12 +104,15 @@ def _add_timeline(spent: dict[str, float], run: Run, lead: RankSteps) -> float:
     if lead.last is not None:
         events.append({"time": float(lead.last["time"]), "event": "step"})
     for time_before, record in lead.first_steps:
-        seconds = float(np.nan_to_num(record["seconds"])) * int(record["steps"])
-        events.append({"time": float(record["time"]) - seconds, "event": "first step"})
+        seconds = float(np.nan_to_num(record["seconds"]))
+        seconds *= int(record["steps"])
+        begin = float(record["time"]) - seconds
+        events.append({"time": begin, "event": "first step"})
         if math.isfinite(time_before):
             events.append({"time": time_before, "event": "step"})
     events.sort(key=itemgetter("time"))
-    begin: float = events[0]["time"] - _seconds_of(events[0])
+    launch = events[0]
+    begin = launch["time"] - _seconds_of(launch)
     last = begin
     is_starting = False
     evaluation = math.inf
@@ -129,7 +141,7 @@ def _add_timeline(spent: dict[str, float], run: Run, lead: RankSteps) -> float:
             if is_starting:
                 spent["start"] -= seconds
     spent["start"] = max(0.0, spent["start"])
-    return last - begin
+    return float(last - begin)
 
 
 def _seconds_of(event: Mapping[str, Any]) -> float:
@@ -148,9 +160,11 @@ def _warm_up(lead: RankSteps, usual: float) -> float:
         records = lead.records(step, step + _WARM_UP_STEPS - 1)
         # Steps that were made again are not among its records.
         if len(records) and records["time"][0] == first["time"]:
-            work = records["seconds"] - np.nan_to_num(records["data"])
-            work = work - np.nan_to_num(records["checkpoint"])
-            is_longer = np.logical_and.accumulate(work > _LONGER * usual)
+            data = np.nan_to_num(records["data"])
+            saving = np.nan_to_num(records["checkpoint"])
+            work = records["seconds"] - data - saving
+            is_longer = work > _LONGER * usual
+            is_longer = np.logical_and.accumulate(is_longer)
             lost = (work - usual) * records["steps"]
             longer += float(lost[is_longer].sum())
     return longer
@@ -162,27 +176,33 @@ def sampled_waits(run: Run, first: int, last: int) -> Array:
     Returns:
         Seconds of waiting, seconds, and steps, of each rank in all samples: an array of shape (3, ranks).
     """
-    samples = max(1, min(_MOST_SAMPLES, _BUCKETS // len(run.ranks)))
+    samples = _BUCKETS // len(run.ranks)
+    samples = max(1, min(_MOST_SAMPLES, samples))
     last_start = max(first, last - _SAMPLE_STEPS + 1)
-    starts = np.linspace(last_start, first, samples).astype(int)
+    starts = np.linspace(last_start, first, samples)
     total: Array = np.zeros((3, 1))
-    for start in sorted(set(starts.tolist())):
-        shown = view(run, start, min(last, start + _SAMPLE_STEPS - 1), _SAMPLE_STEPS)
+    for start in np.unique(starts.astype(int)).tolist():
+        stop = min(last, start + _SAMPLE_STEPS - 1)
+        shown = view(run, start, stop, _SAMPLE_STEPS)
+        weight = shown.weight
         # The fastest communication has no wait.
         communication = np.nan_to_num(shown.phases["communication"])
-        waits = shown.waits - communication.min(axis=0)
-        values = [waits * shown.weight, shown.seconds * shown.weight, shown.weight]
-        total = total + np.nansum(values, axis=-1)
+        fastest = communication.min(axis=0)
+        waits = (shown.waits - fastest) * weight
+        seconds = shown.seconds * weight
+        total = total + np.nansum([waits, seconds, weight], axis=-1)
     return total
 
 
 def weighted_median(values: Array, weight: Array) -> float:
     """The median of the values that are known, of which each counts with its weight; NaN without one."""
-    is_known = np.isfinite(values) & (weight > 0)
+    has_weight = weight > 0
+    is_known = np.isfinite(values) & has_weight
     if not is_known.any():
         return math.nan
     values = values[is_known]
     weight = weight[is_known]
     order = np.argsort(values)
-    middle = np.searchsorted(np.cumsum(weight[order]), weight.sum() / 2)
-    return float(values[order][middle])
+    total = np.cumsum(weight[order])
+    middle = np.searchsorted(total, total[-1] / 2)
+    return float(values[order[middle]])
