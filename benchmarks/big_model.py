@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 from timing import alternate, emit
 from torch import nn
 
-from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+from accelerate import cpu_offload, init_empty_weights, load_checkpoint_and_dispatch
 
 WIDTH, LAYERS, BATCH, ROUNDS = 2048, 24, 64, 7
 
@@ -77,6 +78,16 @@ def seconds(run) -> float:
     return time.perf_counter() - begin
 
 
+def offload_all(resident: nn.Module, batch: torch.Tensor) -> None:
+    """Time the forward of a copy whose weights are offloaded in memory."""
+    offloaded = cpu_offload(copy.deepcopy(resident))
+    assert torch.equal(offloaded(batch), resident(batch))
+    times = alternate(
+        {"raw": lambda: resident(batch), "own": lambda: offloaded(batch)}, rounds=ROUNDS
+    )
+    emit("big model cpu_offload", "ms", times["raw"], times["own"])
+
+
 @torch.no_grad()
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -108,6 +119,7 @@ def main() -> None:
             {"raw": lambda: resident(batch), "own": lambda: model(batch)}, rounds=ROUNDS
         )
         emit("big model forward", "ms", times["raw"], times["own"])
+        offload_all(resident, batch)
         # The peer maps no files.
         files = getattr(model[0]._hf_hook.weights_map.dataset, "_files", None)
         emit("big model memory", "MB", None, anonymous_peak(lambda: model(batch)))

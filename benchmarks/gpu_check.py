@@ -171,6 +171,72 @@ def check_streamed_weights(device: torch.device) -> None:
                 assert torch.equal(output, expected), "streamed weights differ from resident ones"
 
 
+def copy_rate(device: torch.device, size: int) -> float:
+    """The speed of a copy of `size` bytes of pinned memory to the device, in bytes a second."""
+    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty_like(pinned, device=device)
+
+    def copy_pinned() -> None:
+        target.copy_(pinned, non_blocking=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return size / alternate({"copy": copy_pinned}, rounds=7)["copy"]
+
+
+def check_offloaded(device: torch.device) -> None:
+    """Time forwards with offloaded weights: at 80% of a pinned copy's speed, with two modules more on the device."""
+    from accelerate import cpu_offload, dispatch_model
+    from accelerate.hooks import remove_hook_from_submodules
+
+    is_gpu = device.type == "cuda"
+    width, layers = (8192, 28) if is_gpu else (256, 4)
+    module = 2 * width**2
+    with torch.device(device):
+        linear = functools.partial(torch.nn.Linear, width, width, bias=False, dtype=torch.bfloat16)
+        model = torch.nn.Sequential(*(linear() for _ in range(layers)))
+        batch = torch.randn(16, width, dtype=torch.bfloat16)
+
+    def forward() -> torch.Tensor:
+        output = model(batch)
+        if is_gpu:
+            torch.cuda.synchronize()
+        return output
+
+    rate = copy_rate(device, 4 * module)
+    half = {str(layer): "cpu" if layer % 2 else device for layer in range(layers)}
+    on_disk = {name: "disk" if place == "cpu" else place for name, place in half.items()}
+    failures = []
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        expected = forward().cpu()
+        cases = {
+            "cpu_offload": (functools.partial(cpu_offload, execution_device=device), layers),
+            "half on the CPU": (functools.partial(dispatch_model, device_map=half), layers // 2),
+            "half on disk": (
+                functools.partial(dispatch_model, device_map=on_disk, offload_dir=folder),
+                layers // 2,
+            ),
+        }
+        for name, (offload, offloaded) in cases.items():
+            offload(model.cpu())
+            assert torch.equal(forward().cpu(), expected), f"{name}: outputs differ"
+            modules = 0.0
+            if is_gpu:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            seconds = alternate({"forward": forward}, rounds=7, warmup=3)["forward"]
+            if is_gpu:
+                peak = torch.cuda.max_memory_allocated() - (layers - offloaded) * module
+                modules = peak / module
+            limit = offloaded * module / rate
+            line = f"{name}: {seconds:.4f} s, limit {limit:.4f} s ({limit / seconds:.0%})"
+            print(f"        {line}, {modules:.2f} modules more than those that stay", flush=True)
+            if is_gpu and (limit / seconds < 0.8 or modules > 2.1):
+                failures.append(line)
+            remove_hook_from_submodules(model)
+    assert not failures, failures
+
+
 def worker() -> None:
     """Train on one rank with the same global batches, and print the mean losses over all ranks."""
     from accelerate import Accelerator
@@ -312,6 +378,7 @@ def checks(device: torch.device) -> dict[str, Callable[[], None]]:
         f"training in {name}": lambda name=name: check_precision(device, name) for name in DTYPES
     }
     result["streamed weights"] = lambda: check_streamed_weights(device)
+    result["offloaded weights at the speed of a copy"] = lambda: check_offloaded(device)
     result["skipped step in fp16"] = lambda: check_skipped_step(device)
     result["prefetched batches"] = lambda: check_loader_values(device)
     result["pinned memory, non-blocking copies"] = lambda: check_pinned(device)

@@ -225,6 +225,11 @@ SCRIPTS = [
             "big model forward": Row(
                 "forward with half of the weights on disk / all in memory", "ratio", 1.15
             ),
+            "big model cpu_offload": Row(
+                "forward on the CPU with all weights offloaded by cpu_offload / not offloaded",
+                "ratio",
+                1.15,
+            ),
             "big model cold forward": Row(
                 "the same with nothing in the file cache / max(compute, reading the bytes)",
                 "ratio",

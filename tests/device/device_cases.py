@@ -232,6 +232,16 @@ def placement():
     assert model.output.weight.device.type == "cpu"
 
 
+class Adapted(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(512, 4, bias=False), nn.Linear(4, 512, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
 def streamed():
     """Weights copied ahead from main memory and from files: outputs, gradients and the memory of the device."""
     device = torch.device(KIND, 0)
@@ -258,6 +268,24 @@ def streamed():
         del output, gradient
         assert torch.npu.memory_allocated(device) < 2**16
         assert torch.equal(moved(x), expected)
+    # Adapters stay on the device, their base is on the host.
+    resident = nn.Sequential(*map(Adapted, layers))
+    moved = copy.deepcopy(resident)
+    places: dict[str, object] = {"": "cpu"}
+    for name, parameter in moved.named_parameters():
+        if parameter.requires_grad:
+            places[name] = 0
+    dispatch_model(moved, places)
+    for _ in range(3):
+        resident(x).square().sum().backward()
+        moved(x).square().sum().backward()
+    for name, parameter in resident.named_parameters():
+        if parameter.requires_grad:
+            gradient = moved.get_parameter(name).grad
+            assert gradient.device == device
+            torch.testing.assert_close(gradient.cpu(), parameter.grad, rtol=1e-10, atol=0)
+        else:
+            assert moved.get_parameter(name).is_meta
 
 
 def collectives():

@@ -39,8 +39,9 @@ class SlowDevice:
         self.closed = False
         self.free, self.allocations, self.used, self.peak = {}, 0, 0, 0
         self.locked, self.pinned_at, self.blocks = {}, {}, {}
-        # The modules whose copies were begun, by the prefix of their weights, and the bytes of each copy.
-        self.fetched, self.copied = [], []
+        # The modules whose copies were begun, by the prefix of their weights; those that were begun when the module
+        # started and not before; and the bytes of each copy.
+        self.fetched, self.late, self.copied = [], [], []
 
     def compute(self, function):
         self.queue.submit(function)
@@ -131,11 +132,22 @@ class SlowDevice:
 
 
 class Recorded(WeightCopies):
-    """Copies that tell the device for which module they are."""
+    """Copies that tell the device for which module they are, and whether they were begun ahead."""
+
+    finished = 0
 
     def begin(self, request):
-        self._device.fetched.append(getattr(request.source, "prefix", request.module))
-        return super().begin(request)
+        transfer = super().begin(request)
+        transfer.prefix = getattr(request.source, "prefix", request.module)
+        transfer.begun = self.finished
+        self._device.fetched.append(transfer.prefix)
+        return transfer
+
+    def finish(self, transfer):
+        if transfer.begun == self.finished:
+            self._device.late.append(transfer.prefix)
+        self.finished += 1
+        return super().finish(transfer)
 
 
 @contextlib.contextmanager
