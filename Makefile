@@ -87,7 +87,8 @@ test-faults: $(STAMP)  ## kill runs at a hundred random moments, and test all ot
 
 # The tests run with the clients' newest versions, and those of transformers' Trainer with version 4 too.
 test-clients: $(CLIENTS_STAMP) $(CLIENTS_4_STAMP) $(EXAMPLES_STAMP)  ## run transformers, peft, trl, diffusers and others on this package
-	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest -p no:xdist tests/clients tests/examples/test_recipes.py $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(CLIENTS_VENV)/bin/python -m pytest -p no:xdist tests/clients tests/examples/test_recipes.py \
+		tests/commands/test_init.py $(PYTEST_ARGS)
 	OMP_NUM_THREADS=1 $(CLIENTS_4_VENV)/bin/python -m pytest -p no:xdist tests/clients/test_trainer.py \
 		tests/clients/test_trainer_layouts.py tests/clients/test_pretrained.py $(PYTEST_ARGS)
 

@@ -122,7 +122,7 @@ def test_nothing_is_overwritten(tmp_path, capsys):
 
 def test_it_asks_as_config_does(tmp_path, monkeypatch):
     # The task, then machines, processes, precision, compilation, and whether to write.
-    answers = iter(["?", "1", "", "<", "", "2", "", "", "1", "", ""])
+    answers = iter(["?", "2", "<", "1", "", "<", "", "2", "", "", "1", "", ""])
     monkeypatch.setattr(builtins, "input", lambda *prompt: next(answers))
     init.main(["asked"])
     data = launch_file.read(tmp_path / "asked" / "accelerate.yaml").data

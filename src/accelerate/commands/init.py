@@ -31,7 +31,7 @@ class Task(NamedTuple):
 
 TASKS = {
     "loop": Task("Train a model with a plain PyTorch loop"),
-    "causal-lm": Task("Train a causal language model of transformers", ("transformers>=5",)),
+    "causal-lm": Task("Train a causal language model with transformers", ("transformers>=5",)),
     "lora": Task(
         "Train LoRA adapters of a language model with peft", ("transformers>=5", "peft>=0.21")
     ),
@@ -120,12 +120,10 @@ def _answers(task: str | None) -> tuple[str, dict[str, Any]]:
 
     if task is not None:
         return task, machine_defaults()
-    choices = [(name, each.title) for name, each in TASKS.items()]
-    help = "It chooses train.py and the packages that it needs. The other files are the same."
-    answer = questions.BACK
-    while answer is questions.BACK:
-        answer = questions.choose("What will the project do?", choices, "loop", help)
-    return str(answer), questions.ask("Write the project?", path=Path(CONFIG))
+    choices = tuple((name, each.title) for name, each in TASKS.items())
+    first = questions.Question("_task", "What will the project do?", "loop", choices)
+    answers = questions.answered("Write the project?", (first, *questions.QUESTIONS), Path(CONFIG))
+    return answers["_task"], questions.to_file(answers)
 
 
 def _requirement() -> str:

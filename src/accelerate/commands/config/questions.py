@@ -74,6 +74,7 @@ class Question:
 
 # Of the questions that are no option.
 _HELP = {
+    "_task": "It selects the script and the packages that it needs; the other files are the same.",
     "_device": "Which devices the processes use: one process for each accelerator, or processes on the CPU.",
     "_strategy": "A replica is the fastest if the model, its gradients and the optimizer's states fit on one device; "
     "the others share them among the processes.",
@@ -267,7 +268,12 @@ def run(path: Path, questions: Sequence[Question] = QUESTIONS) -> Path:
 def ask(
     confirmation: str, questions: Sequence[Question] = QUESTIONS, path: Path = Path("answers.yaml")
 ) -> dict[str, Any]:
-    """Put the questions, show the file that they make, and return its content. `<` goes back a question."""
+    """Put the questions, show the file that they make, and return its content."""
+    return to_file(answered(confirmation, questions, path))
+
+
+def answered(confirmation: str, questions: Sequence[Question], path: Path) -> Answers:
+    """Put the questions, show the file that they make, and return the answers. `<` goes back a question."""
     print(
         "Enter takes the answer in brackets, ? explains the question, < goes back to the one before.\n"
     )
@@ -293,7 +299,7 @@ def ask(
             print("\n" + textwrap.indent(launch_file.text_of(path, to_file(answers)), "  "), end="")
             yes_or_back = ((True, "yes"), (False, "no, go back"))
             if choose(f"\n{confirmation}", yes_or_back, True) is True:
-                return to_file(answers)
+                return answers
         position = visited.pop() if visited else 0
 
 
@@ -374,7 +380,7 @@ def line(title: str, default: Any, check: Callable[[str], Any], help: str = "") 
             print()
             raise ConfigurationError(
                 "the input ended before all questions were answered; `accelerate config default` and `accelerate init "
-                "--task NAME` have none"
+                "--task NAME` ask nothing"
             ) from None
         if text in ("<", "back"):
             return BACK

@@ -1,4 +1,4 @@
-"""Train a causal language model of transformers, on any number of processes."""
+"""Train a causal language model with transformers, on any number of processes."""
 
 import argparse
 from pathlib import Path
