@@ -60,35 +60,34 @@ def pages() -> Iterator[tuple[Path, int, str]]:
             yield path, number, line
 
 
-def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
-    """The docstrings of the public classes and functions."""
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ClassDef | ast.FunctionDef) or node.name.startswith("_"):
-            continue
-        first = node.body[0]
-        if isinstance(first, ast.Expr) and ast.get_docstring(node):
-            assert isinstance(first.value, ast.Constant)
-            yield first.value
+def _is_internal(node: ast.AST) -> bool:
+    """Whether the docstring of a node is for those who change the package."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return node.name.startswith("_")
+    return isinstance(node, ast.Module)
 
 
-def _messages(tree: ast.Module) -> Iterator[ast.Constant]:
-    """The texts of errors and warnings."""
+def _texts(tree: ast.Module) -> Iterator[ast.Constant]:
+    """The docstrings of the public classes and functions, and all other texts, such as messages."""
+    internal = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Raise) or (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in ("warning", "warn", "error", "info", "print")
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            statements = node.body if _is_internal(node) else node.body[1:]
+            internal |= {id(item.value) for item in statements if isinstance(item, ast.Expr)}
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in internal
         ):
-            for part in ast.walk(node):
-                if isinstance(part, ast.Constant) and isinstance(part.value, str):
-                    yield part
+            yield node
 
 
 def sources() -> Iterator[tuple[Path, int, str]]:
     """The lines of public docstrings and of messages."""
     for path in sorted((ROOT / "src" / "accelerate").rglob("*.py")):
         tree = ast.parse(path.read_text())
-        for text in (*_docstrings(tree), *_messages(tree)):
+        for text in _texts(tree):
             for offset, line in enumerate(_without(r"`[^`]*`", text.value).splitlines()):
                 yield path, text.lineno + offset, line
 

@@ -105,7 +105,7 @@ def test_the_figures_are_those_of_a_built_model(tmp_path, kind, capsys):
     estimate.main([str(tmp_path), "--dtypes", "float32", "int8"])
     told = capsys.readouterr().out
     assert f"{sum(weight.numel() for weight in built.parameters()):,} parameters" in told
-    assert "float16" not in told and "every weight were quantised" in told
+    assert "float16" not in told and "every weight were quantized" in told
 
 
 @pytest.mark.parametrize("name", ["GatedRepoError", "OfflineModeIsEnabled"])

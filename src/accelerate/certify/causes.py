@@ -232,7 +232,7 @@ TABLE = (
     ),
     Cause(
         "dropped mask or tail", "output", lambda f: f.rows,
-        "{f.rows} rows differ: the module reads rows that another rank has (the neighbours, the last token, a mean), "
+        "{f.rows} rows differ: the module reads rows that another rank has (the neighbors, the last token, a mean), "
         "or a mask or the end of a sequence is dropped",
     ),
     Cause(
@@ -249,7 +249,7 @@ TABLE = (
     ),
     Cause(
         "mean over unequal parts", "loss", lambda f: f.is_first_step,
-        "the loss is no mean over equally many items on each rank, such as labels that are not padding: call "
+        "the loss is not a mean over equally many items on each rank, such as labels that are not padding: call "
         "accelerator.backward(loss, num_items=n) with their number. Or it combines samples, of which a rank has some "
         "(negatives in the batch): gather them first",
     ),
@@ -260,7 +260,7 @@ TABLE = (
     ),
     Cause(
         "missing reduction", "gradient", lambda f: f.replica,
-        "{f.replica}: the gradient is not reduced over these ranks. The backward ran inside of no_sync, a "
+        "{f.replica}: the gradient is not reduced over these ranks. The backward ran inside no_sync, a "
         "communication hook returns what its rank has, or the parameter is not of the prepared model",
     ),
     Cause(

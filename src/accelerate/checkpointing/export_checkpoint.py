@@ -107,7 +107,7 @@ def export_checkpoint(
                 f"--base: {path} has adapters, which are exported without it. Add --merge_adapters to merge them"
             )
         _copy_files(path, folder)
-        return "adapters of peft"
+        return "peft adapters"
     tensors: dict[str, torch.Tensor] = {}
     for piece in pieces:
         tensors.update(piece.light)

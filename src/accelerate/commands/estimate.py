@@ -257,7 +257,7 @@ def report(name: str, model: nn.Module, found: list[Footprint]) -> str:
         )
     if any(not row.training for row in found):
         lines.append(
-            "int8 and int4: as if every weight were quantised; layers that stay in 16 bits come on top."
+            "int8 and int4: as if every weight were quantized; layers that stay in 16 bits come on top."
         )
     return "\n".join(lines)
 

@@ -15,9 +15,9 @@ def parser() -> Parser:
     """Return the parser of `accelerate export`."""
     made = Parser(
         prog="accelerate export",
-        description="Write the model of a checkpoint, saved in any layout, into a folder that from_pretrained of "
-        "transformers reads, or its adapters as peft reads them. The checksums of the checkpoint are compared first. "
-        "A few tensors are in memory at a time.",
+        description="Write the model of a checkpoint, saved in any layout, into a folder that transformers' "
+        "from_pretrained reads, or its adapters as peft reads them. The checksums of the checkpoint are compared "
+        "first. A few tensors are in memory at a time.",
     )
     made.add_argument(
         "checkpoint", help="A checkpoint, or if it has several models the file or folder of one."

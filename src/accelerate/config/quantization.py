@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the weights of a model are quantised by bitsandbytes: to 8 or 4 bits, and what stays as it is."""
+"""How the weights of a model are quantized by bitsandbytes: to 8 or 4 bits, and what stays as it is."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ class BnbQuantizationConfig:
         ConfigurationError: a value cannot be used.
     """
 
-    load_in_8bit: bool = field(default=False, metadata={"help": "quantise to 8 bits"})
+    load_in_8bit: bool = field(default=False, metadata={"help": "quantize to 8 bits"})
     llm_int8_threshold: float = field(
         default=6.0, metadata={"help": "activations above it are computed in 16 bits"}
     )
-    load_in_4bit: bool = field(default=False, metadata={"help": "quantise to 4 bits"})
+    load_in_4bit: bool = field(default=False, metadata={"help": "quantize to 4 bits"})
     bnb_4bit_quant_type: str = field(default="fp4", metadata={"help": "the 4-bit type: fp4 or nf4"})
     bnb_4bit_use_double_quant: bool = field(
-        default=False, metadata={"help": "quantise the scales as well"}
+        default=False, metadata={"help": "quantize the scales as well"}
     )
     bnb_4bit_compute_dtype: Any = field(
         default="fp16", metadata={"help": "what 4-bit layers compute in"}
     )
     torch_dtype: Any = field(
-        default=None, metadata={"help": "dtype of the layers that are not quantised"}
+        default=None, metadata={"help": "dtype of the layers that are not quantized"}
     )
     skip_modules: list[str] | None = field(
-        default=None, metadata={"help": "modules that are not quantised"}
+        default=None, metadata={"help": "modules that are not quantized"}
     )
     keep_in_fp32_modules: list[str] | None = field(
         default=None, metadata={"help": "modules kept in fp32"}
@@ -78,5 +78,5 @@ class BnbQuantizationConfig:
         else:
             default = torch.float16
         self.torch_dtype = checks.dtype("torch_dtype", self.torch_dtype) or default
-        # What the quantised weights count as when memory is planned.
+        # What the quantized weights count as when memory is planned.
         self.target_dtype: Any = CustomDtype.INT4 if self.load_in_4bit else torch.int8

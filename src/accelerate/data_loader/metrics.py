@@ -98,7 +98,7 @@ def _real_rows(rows: int, samples: int, filled: int) -> int:
         return rows // filled * samples
     if rows > filled > samples:
         warn(
-            f"gather_for_metrics: {rows} rows are no multiple of the {filled} samples in the last step, so rows "
+            f"gather_for_metrics: {rows} rows are not a multiple of the {filled} samples in the last step, so rows "
             f"that fill it cannot be told from others: the first {samples} are returned"
         )
     return samples

@@ -175,7 +175,7 @@ class Machines(SharedStore):
                     text = f"no restart: {text}"
                 self._settle({"error": text})
             elif is_due and interface_of(resolve_address(spec.main_process_ip)) is None:
-                messages.show(f"{spec.main_process_ip} is no address of this machine")
+                messages.show(f"{spec.main_process_ip} is not an address of this machine")
             time.sleep(0.05)
         answer: dict[str, str] = json.loads(store.get("answer"))
         return answer

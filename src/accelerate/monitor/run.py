@@ -125,7 +125,7 @@ class Run:
                 notes.append(f"{tail.path} cannot be read: {tail.error}")
             if tail.bad:
                 notes.append(
-                    f"{tail.path.name}: {tail.bad} lines that are no JSON objects are left out"
+                    f"{tail.path.name}: {tail.bad} lines that are not JSON objects are left out"
                 )
         return notes
 

@@ -259,7 +259,7 @@ class Handler(BaseHTTPRequestHandler):
             url = urlsplit(self.path)
             query = {name: values[-1] for name, values in parse_qs(url.query).items()}
         except ValueError:
-            self._refuse(HTTPStatus.BAD_REQUEST, "This is no address of a page.")
+            self._refuse(HTTPStatus.BAD_REQUEST, "There is no page at this address.")
             return
         hosts = self.headers.get_all("Host", [])
         if len(hosts) != 1 or url.netloc or not self.server.accepts_host(hosts[0]):

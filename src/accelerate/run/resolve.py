@@ -557,7 +557,7 @@ def check_combination(
         (offload and master, f"{offloads} and MasterWeightsKwargs: give one"),
         (
             strategy == "deepspeed" and request.non_finite != "ignore",
-            f"non_finite={request.non_finite!r}: DeepSpeed's engine steps inside of the backward. Leave non_finite "
+            f"non_finite={request.non_finite!r}: DeepSpeed's engine steps inside the backward. Leave non_finite "
             "out: fp16 skips such steps itself, and bf16 with check_grad_overflow=true in its section of the config",
         ),
         (

@@ -250,7 +250,7 @@ def _note_failure(
     _Exit.failed = True
     if isinstance(error, AttributeError) and isinstance(error.obj, DistributedDataParallel):
         error.add_note(
-            f"The model is inside of DistributedDataParallel: use accelerator.unwrap_model(model).{error.name}"
+            f"The model is inside DistributedDataParallel: use accelerator.unwrap_model(model).{error.name}"
         )
     try:
         # A CommunicationError has been shared where it was raised.
@@ -268,7 +268,7 @@ def _share_failure(error: BaseException, trace: TracebackType | None) -> None:
         if is_users(frame.filename):
             at = f"{frame.filename}:{frame.lineno}"
     if communication.is_lost(error):
-        error.add_note(communication.explanation("a collective of torch", error, at=at))
+        error.add_note(communication.explanation("a torch collective", error, at=at))
     else:
         text = f"{type(error).__name__}: {error}".splitlines()[0][:500]
         marks.post(marks.CAUSES, marks.FAILED, error=text, at=at)

@@ -387,7 +387,7 @@ def _collectives() -> list[str]:
         lines.append(f"  {entry.operation} {entry.data_in_words()}  {entry.place()}  {age}")
     lines += [
         "",
-        "Collectives of torch (the flight recorder): group, number, operation, data, when it began",
+        "torch collectives (the flight recorder): group, number, operation, data, when it began",
     ]
     for call in recorded()[-LISTED:]:
         what = f"{'message ' * call.is_p2p}{call.number}  {call.operation} {call.data}"

@@ -18,9 +18,9 @@ ATTENTION_NAMES = Internal(
     what="the value of scaled_dot_product_attention in torch.nn.functional and in the modules that import it by name",
     versions="2.11 to 2.14",
     upstream="not reported",
-    needed_by="docs/layouts/context.md, for a model of one's own. A TorchFunctionMode does not see the calls that "
+    needed_by="docs/layouts/context.md, for a model of your own. A TorchFunctionMode does not see the calls that "
     "torch makes in its own functions, such as those of nn.TransformerEncoderLayer",
-    without="models that are not of transformers do not attend to the full sequence: their first forward raises",
+    without="models from outside transformers do not attend to the full sequence: their first forward raises",
     test="tests/torch_internals/test_attention.py::test_names_of_a_models_sources_are_replaced_too",
 )
 

@@ -13,7 +13,7 @@ from . import Internal
 
 TRAINER_BATCHES = Internal(
     name="trainer_batches",
-    what="Trainer.get_sp_size and get_cp_size of transformers",
+    what="get_sp_size and get_cp_size of the transformers Trainer",
     versions="transformers 5.24",
     upstream="not reported",
     needed_by="an unchanged Trainer with sp_size (docs/layouts/context.md)",

@@ -32,7 +32,7 @@ def unanswered(model: nn.Module) -> PrepareError:
 def late_sync() -> PrepareError:
     """The error for a model of FSDP2 within `no_sync` whose backward shall reduce gradients nevertheless."""
     return PrepareError(
-        "trigger_sync_in_backward inside of no_sync works with DDP. FSDP decides in the backward: call "
+        "trigger_sync_in_backward inside no_sync works with DDP. FSDP decides in the backward: call "
         "accelerator.backward outside of the no_sync block"
     )
 

@@ -103,7 +103,7 @@ def _whole_numbers(sharding: Sharding) -> Iterator[str]:
             if is_torch_version(">=", "2.12"):
                 continue
         yield (
-            f"{name} has the dtype {parameter.dtype}, which {sharding.layout} of torch {torch.__version__} "
+            f"{name} has the dtype {parameter.dtype}, which {sharding.layout} in torch {torch.__version__} "
             "does not shard. Put its module into ignored_modules, or use fsdp_version=2 with torch 2.12, or "
             "with floating-point storage for 4-bit layers of bitsandbytes (quant_storage=torch.float32)"
         )
