@@ -59,4 +59,4 @@ def main(argv: list[str] | None = None) -> None:
             written = export_checkpoint(
                 checkpoint, folder, args.base, args.merge_adapters, args.max_shard_size
             )
-    print(f"{folder}, written in {time.perf_counter() - start:.1f} s: {written}")
+    print(f"wrote {folder} in {time.perf_counter() - start:.1f} s: {written}")
