@@ -222,9 +222,11 @@ class Comparison:
         """Note the elements of a gradient that rounding changes by much of their size, or may change so."""
         limit = gradient.tolerance / max(expected.numel(), 1) ** 0.5
         undecided = expected.abs() <= limit
+        has_gradient = expected != 0
         if actual is not None and actual.shape == expected.shape:
             undecided |= (actual - expected).abs() > UNSTEADY * expected.abs()
-        undecided &= expected != 0
+            has_gradient |= actual != 0
+        undecided &= has_gradient
         before = self._undecided.get(gradient.name)
         if before is not None and before.shape == undecided.shape:
             undecided |= before
