@@ -36,6 +36,7 @@ PAGES = (
     "docs/layouts/fsdp.html",
     "docs/reference/api/accelerator.html",
     "docs/launch.html",
+    "docs/hang.html",
 )
 
 
