@@ -166,6 +166,17 @@ SCRIPTS = [
         )
         for ranks in (2, 4)
     ),
+    Script(
+        "matrices.py",
+        {
+            "muon step": Row(
+                "step of Muon under DDP, 2 gloo ranks / every rank computes all of it",
+                "ratio",
+                0.7,
+            )
+        },
+        ranks=2,
+    ),
     *(
         Script(
             "pipeline.py",

@@ -243,6 +243,7 @@ def test_checkpoints_go_into_other_layouts(ranks, tmp_path):
         continued(tmp_path / layout, ["one"], 2)
     saved(tmp_path / "one", "one", 2)
     ranks(2).run(continued, tmp_path / "one", ["ddp", "fsdp"], 2)
+    ranks(4).run(continued, tmp_path / "fsdp", ["ddp", "fsdp", "hsdp", "fsdp x tp", "pp"], 2)
 
 
 class Unregistered(Orthogonal):
