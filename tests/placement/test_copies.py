@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import remove_hook_from_submodules
-from accelerate.placement import copies
+from accelerate.placement import copies, offload
 from accelerate.placement.copies import FetchRequest
 from accelerate.placement.streaming import WeightStream
 from accelerate.torch_internals.saved_tensors import outer_hooks
@@ -80,7 +80,7 @@ def weight_threads():
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("weights")]
 
 
-def offload(net, how, folder):
+def offloaded(net, how, folder):
     if how == "disk":
         return disk_offload(copy.deepcopy(net), folder / "weights")
     if how == "mixed":
@@ -97,7 +97,7 @@ def test_outputs_memory_and_what_is_left(how, net, tmp_path, monkeypatch, caplog
     options = {"page_locks": how != "no page locks", "allowed": how != "not allowed"}
     copies._warn_once.cache_clear()
     with slow_device(monkeypatch, delay=0.0003, **options) as device:
-        model = offload(net, how, tmp_path)
+        model = offloaded(net, how, tmp_path)
         tables = []
         for order in ORDERS:
             x = batch()
@@ -118,10 +118,15 @@ def test_outputs_memory_and_what_is_left(how, net, tmp_path, monkeypatch, caplog
                 device.peak = 0
         assert device.allocations == before
         assert LARGEST < device.peak <= 2 * LARGEST
-        remove_hook_from_submodules(model)
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin(x)[0], net(x)[0])
+        for copied in (twin, model):
+            remove_hook_from_submodules(copied)
+            assert torch.equal(copied(x)[0], net(x)[0])
+        # At once, and not when the models are collected.
+        assert not device.locked and not weight_threads()
         gc.collect()
-        assert device.used == 0 and not device.locked and not weight_threads()
-        assert torch.equal(model(x)[0], net(x)[0])
+        assert device.used == 0
     assert caplog.text.count("page-locked") <= 1
 
 
@@ -207,7 +212,7 @@ def test_adapters_train_on_a_streamed_base(kind, net, tmp_path, monkeypatch):
         return tensor
 
     with slow_device(monkeypatch, delay=0.0003) as device:
-        model = adapted(offload(net, kind, tmp_path))
+        model = adapted(offloaded(net, kind, tmp_path))
         if "reentrant" in kind:
             recomputed(model, kind == "reentrant")
         for step in range(4):
@@ -392,3 +397,23 @@ def test_two_modules_are_on_the_device_however_far_the_process_is_ahead(order, m
         device.queue.submit(int).result()
         assert len(computed) == 40 and all(computed)
         assert device.peak == 2 * size and device.allocations == 2
+
+
+@torch.no_grad()
+def test_files_stay_mapped(net, tmp_path, monkeypatch):
+    """A file is mapped once, also if it is gone or another one has its name."""
+    opened = []
+    read = offload.load_offloaded_weight
+    monkeypatch.setattr(
+        offload, "load_offloaded_weight", lambda *place: opened.append(place) or read(*place)
+    )
+    with slow_device(monkeypatch, delay=0):
+        model = disk_offload(copy.deepcopy(net), tmp_path / "weights")
+        model(batch())
+        before = len(opened)
+        for file in (tmp_path / "weights").glob("*.dat"):
+            file.unlink()
+            file.write_bytes(b"")
+        x = batch()
+        assert torch.equal(model(x)[0], net(x)[0])
+        assert len(opened) == before

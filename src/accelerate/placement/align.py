@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -29,6 +30,8 @@ from .tensors import QUANTIZED, TiedCopies, as_device, placeholder, set_module_t
 from .tied import find_tied_parameters, retie_parameters
 
 Weights = Mapping[str, torch.Tensor]
+# Of the modules whose weights are fetched. A copy of a model keeps those of the model.
+_numbers = itertools.count()
 
 
 def _call_untraced(function: Callable[[nn.Module], None], module: nn.Module) -> None:
@@ -167,7 +170,8 @@ class AlignDevicesHook(ModelHook):
                         module, name, device, value=value, fp16_statistics=self.scales(name)
                     )
         if self._stream is not None:
-            self._stream.forget(id(self))
+            for request in self._streamed.values():
+                self._stream.forget(request.module)
             self._streamed = {}
         return module
 
@@ -226,11 +230,13 @@ class AlignDevicesHook(ModelHook):
             tied = self.tied_params_map or {}
             sizes = {}
             for name, tensor in offloaded:
-                # bitsandbytes quantises weights from main memory on their way to the device.
-                if type(tensor).__name__ not in QUANTIZED and source.can_stream(name, device, tied):
+                if type(tensor).__name__ in QUANTIZED:
+                    # bitsandbytes quantises weights from main memory on their way to the device.
+                    continue
+                if source.can_stream(name, device, tied):
                     sizes[name] = stored_bytes(tensor)
             size = sum(sizes.values())
-            request = FetchRequest(id(self), source, tuple(sizes), size, device)
+            request = FetchRequest(next(_numbers), source, tuple(sizes), size, device)
             self._streamed[device] = request
         return self._stream.fetch(request)
 

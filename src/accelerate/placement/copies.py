@@ -7,11 +7,12 @@ import functools
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ import torch
 from ..core.system import usable_cpu_count
 from ..torch_internals.tensor_memory import version_of
 from . import logger
-from .subclasses import convert_inner, inner_tensors
+from .subclasses import convert_inner, data_address, inner_tensors
 
 CHUNK = 16 * 2**20  # bytes of a buffer of the ring
 # What is smaller is pinned by itself: page-locking it, or handing it to another thread, takes as long as copying it.
@@ -59,7 +60,7 @@ class DeviceCopies:
         self._device = device
         self._stream = torch.Stream(device=device)
         self._users: dict[int, torch.Stream] = {}
-        # Which addresses are those of files is known on Linux.
+        # Elsewhere nothing tells which addresses are those of files.
         self.page_locks: bool = device.type == "cuda" and sys.platform == "linux"
 
     def after_compute(self) -> None:
@@ -154,22 +155,26 @@ class WeightCopies:
     def __init__(self, device: DeviceCopies) -> None:
         self._device = device
         self._ring: _Ring | None = None
-        self._seen: set[int] = set()
+        # For each request that was seen, the weights in files that stay mapped.
+        self._mapped: WeakKeyDictionary[FetchRequest, Weights] = WeakKeyDictionary()
         self._locked: list[torch.UntypedStorage] = []
         weakref.finalize(self, _unlock, device, self._locked)
 
     def begin(self, request: FetchRequest) -> Transfer:
         """Begin to copy the weights of a module."""
-        if request.module not in self._seen:
-            self._seen.add(request.module)
-            self._lock(request)
+        mapped = self._mapped.get(request)
+        if mapped is None:
+            mapped = self._mapped[request] = self._prepare(request)
         transfer = Transfer()
         self._device.after_compute()
         # Another forward may train with these weights.
         with torch.inference_mode(False):
             send = functools.partial(self._send, transfer)
             for name in request.names:
-                transfer.values[name] = convert_inner(request.source[name], send)
+                weight = mapped.get(name)
+                if weight is None:
+                    weight = request.source[name]
+                transfer.values[name] = convert_inner(weight, send)
         return transfer
 
     def finish(self, transfer: Transfer) -> Weights:
@@ -191,52 +196,62 @@ class WeightCopies:
         if self._ring is not None:
             self._ring.close()
             self._ring = None
-        self._seen = set()
+        self._mapped.clear()
         _unlock(self._device, self._locked)
 
     def _send(self, transfer: Transfer, weight: torch.Tensor) -> torch.Tensor:
         weight = weight.detach()
         if not weight.is_inference():
-            transfer.sources.append((weight, version_of(weight)))
-        steps = zip(weight.shape, weight.stride(), strict=True)
-        if 1 + sum((size - 1) * stride for size, stride in steps) != weight.numel():
+            version = version_of(weight)
+            transfer.sources.append((weight, version))
+        if not _is_compact(weight):
             weight = weight.contiguous()
         target = self._device.empty_like(weight)
-        host = _bytes(weight)
-        is_pinned = self._device.is_pinned(host)
-        if not is_pinned and host.numel() < SMALL:
-            host = self._device.pin(host)
+        source = _bytes(weight)
+        destination = _bytes(target)
+        is_pinned = self._device.is_pinned(source)
+        if not is_pinned and weight.nbytes < SMALL:
+            source = self._device.pin(source)
             is_pinned = True
         if is_pinned:
-            transfer.copied.append(self._device.copy(host, _bytes(target)))
-        else:
-            if self._ring is None:
-                self._ring = _Ring(self._device)
-            transfer.filling += self._ring.send(host, _bytes(target))
+            copied = self._device.copy(source, destination)
+            transfer.copied.append(copied)
+            return target
+        if self._ring is None:
+            self._ring = _Ring(self._device)
+        filling = self._ring.send(source, destination)
+        transfer.filling.extend(filling)
         return target
 
-    def _lock(self, request: FetchRequest) -> None:
-        """Page-lock the weights of a module that are in ordinary memory."""
+    def _prepare(self, request: FetchRequest) -> dict[str, torch.Tensor]:
+        """Page-lock the weights of a module that are in ordinary memory. Returns those to be read no more."""
+        weights = {name: request.source[name] for name in request.names}
+        again = {name: request.source[name] for name in request.names}
+        files = _mapped_files()
+        mapped: dict[str, torch.Tensor] = {}
+        for name, weight in weights.items():
+            address = data_address(weight)
+            is_same = address == data_address(again[name])
+            is_in_file = any(begin <= address < end for begin, end in files)
+            if is_in_file and not is_same:
+                # The file stays mapped: mapping its pages takes as long as reading them.
+                mapped[name] = weight
+            if is_same and not is_in_file:
+                # What is read into memory anew each time would stay there.
+                self._lock(weight)
+        return mapped
+
+    def _lock(self, weight: torch.Tensor) -> None:
         if not self._device.page_locks:
             return
-        files = list(_mapped_files())
-        for name in request.names:
-            # A mapping may read a weight anew each time. Locking would keep it in memory.
-            again = inner_tensors(request.source[name])
-            for key, inner in inner_tensors(request.source[name]).items():
-                storage = inner.untyped_storage()
-                address = storage.data_ptr()
-                if storage.nbytes() < SMALL or self._device.is_pinned(inner):
-                    continue
-                if again[key].untyped_storage().data_ptr() != address:
-                    continue
-                # A private mapping of a file would be copied to memory by the lock.
-                if any(begin <= address < end for begin, end in files):
-                    continue
-                if self._device.lock(storage):
-                    self._locked.append(storage)
-                else:
-                    _warn_once()
+        for inner in inner_tensors(weight).values():
+            storage = inner.untyped_storage()
+            if storage.nbytes() < SMALL or self._device.is_pinned(inner):
+                continue
+            if self._device.lock(storage):
+                self._locked.append(storage)
+            else:
+                _warn_once()
 
 
 class _Ring:
@@ -274,8 +289,16 @@ class _Ring:
         self._executor.shutdown()
 
 
+def _is_compact(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor has no gaps, whatever the order of its dimensions there."""
+    last = 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
+    return last + 1 == tensor.numel()
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor without gaps, whatever the order of its dimensions there."""
+    """The memory of a compact tensor."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -285,14 +308,18 @@ def _unlock(device: DeviceCopies, storages: list[torch.UntypedStorage]) -> None:
         storages.clear()
 
 
-def _mapped_files() -> Iterator[tuple[int, int]]:
-    """The addresses of this process where files are mapped."""
+def _mapped_files() -> list[tuple[int, int]]:
+    """The addresses of this process where files are mapped. A lock would copy a private mapping to memory."""
+    ranges: list[tuple[int, int]] = []
+    if sys.platform != "linux":
+        return ranges
     with open("/proc/self/maps") as lines:
         for line in lines:
             addresses, _, _, _, inode, *_ = line.split()
             if inode != "0":
                 begin, end = addresses.split("-")
-                yield int(begin, 16), int(end, 16)
+                ranges.append((int(begin, 16), int(end, 16)))
+    return ranges
 
 
 @functools.cache
