@@ -232,7 +232,7 @@ def project(tmp_path_factory):
             ["wide", "model.embed_tokens.weight (saved [32, 32], here [32, 64])"],
         ),
         ("checkpoint_1 out --merge_adapters", ["checkpoint_1/adapter", "--base"]),
-        ("checkpoint_1 out --merge_adapters --base ./gone", ["--base ./gone", "no folder"]),
+        ("checkpoint_1 out --merge_adapters --base ./gone", ["--base ./gone", "not a folder"]),
         ("checkpoint_1 out --base other", ["--merge_adapters"]),
         (
             "checkpoint_1 out --merge_adapters --base other",

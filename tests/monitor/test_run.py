@@ -75,7 +75,7 @@ def test_a_damaged_rank_leaves_the_others(tmp_path):
     notes = " ".join(run.notes())
     assert (
         "rank_00001.steps is not a telemetry file" in notes
-        and "events.jsonl: 2 lines that are no JSON" in notes
+        and "events.jsonl: 2 lines that are not JSON" in notes
     )
     # A file that a restarted run writes anew is found.
     write_steps(tmp_path, 1, 3, planted_records(100, 1))
