@@ -287,6 +287,17 @@ SCRIPTS = [
         },
     ),
     Script(
+        "packed_rows.py",
+        {
+            "packed step": Row(
+                "step on packed rows / mask and positions made by hand", "ratio", 1.05
+            ),
+            "packed step, against padding": Row(
+                "step on packed rows / the same documents, padded", "ratio"
+            ),
+        },
+    ),
+    Script(
         "growth.py",
         {
             **{

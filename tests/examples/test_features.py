@@ -23,6 +23,7 @@ EXACT = [
     "gradient_weights",
     "inference",
     "metrics",
+    "packed",
     "text_classification",
 ]
 
