@@ -36,6 +36,9 @@ PHRASES = (
     (r"\bwere (1|one) (started|given)\b", "was"),
 )
 
+# In pages only.
+IN_PAGES = ((r", also (?!called|known)", "even, including, too"),)
+
 
 def _without(pattern: str, text: str) -> str:
     """The text with blanks in place of what matches, so that lines keep their numbers."""
@@ -96,7 +99,8 @@ def findings() -> list[str]:
     """A line for each phrase: where it is, the phrase, and what to write instead."""
     lines = []
     for path, number, line in (*pages(), *sources()):
-        for pattern, instead in PHRASES:
+        phrases = PHRASES if path.suffix == ".py" else (*PHRASES, *IN_PAGES)
+        for pattern, instead in phrases:
             for match in re.finditer(pattern, line, re.IGNORECASE):
                 place = f"{path.relative_to(ROOT)}:{number}"
                 lines.append(f"{place}: {match[0]!r} (write: {instead})")
