@@ -17,6 +17,7 @@ from states import reset_states
 from torch import nn
 
 from accelerate import Accelerator
+from accelerate.config.training import TorchDynamoPlugin
 from accelerate.core.errors import ConfigurationError
 from accelerate.parallelism_config import ParallelismConfig
 
@@ -216,7 +217,13 @@ def test_plain(kind):
             ("tp", "llama"),
             ("sp", "own"),
         ],
-        thorough=[("ddp", "llama"), ("fsdp", "own"), ("tp", "llama"), ("sp", "own")],
+        thorough=[
+            ("cp", "llama"),
+            ("ddp", "llama"),
+            ("fsdp", "own"),
+            ("tp", "llama"),
+            ("sp", "own"),
+        ],
     ),
 )
 def test_two_ranks(layout, kind):
@@ -234,7 +241,7 @@ def test_two_ranks(layout, kind):
             ("hsdp x tp", "own"),
             ("dp x cp", "own"),
         ],
-        thorough=[("cp 4", "own"), ("dp x cp", "own"), ("hsdp x tp", "own")],
+        thorough=[("cp 4", "own"), ("dp x cp", "llama"), ("dp x cp", "own"), ("hsdp x tp", "own")],
     ),
 )
 def test_four_ranks(layout, kind):
@@ -385,6 +392,27 @@ def test_a_model_that_mixes_documents_is_named(make, named):
     with pytest.raises(ConfigurationError, match=named) as raised:
         model(ids, seq_lens=lengths)
     assert "cu_seqlens" in str(raised.value)
+
+
+def test_arguments_by_position():
+    """Positions that the caller gives are kept."""
+    model = start("plain").prepare(own())
+    ids, lengths = micro_batch(0)
+    positions = torch.cat([torch.arange(size) for size in itertools.chain(*lengths)]).view_as(ids)
+    expected = model(ids, seq_lens=lengths)
+    assert torch.equal(model(ids, positions, seq_lens=lengths), expected)
+    assert not torch.equal(model(ids, 2 * positions, seq_lens=lengths), expected)
+
+
+@pytest.mark.parametrize("regional", [False, True])
+def test_compiled(regional):
+    expected = start("plain").prepare(own())
+    plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=regional)
+    model = start("plain", dynamo_plugin=plugin).prepare(own())
+    ids, lengths = micro_batch(0)
+    for row_lengths in (lengths, [[16], [16]], [[3, 13], [8, 8]]):
+        given = {"seq_lens": row_lengths}
+        torch.testing.assert_close(model(ids, **given), expected(ids, **given))
 
 
 def test_a_model_that_takes_bounds_gets_them():

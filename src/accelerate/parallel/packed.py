@@ -30,7 +30,7 @@ from .unwrap import extract_model_from_parallel
 from .watched_forward import WatchedForward, relative_error, unchanged
 
 if TYPE_CHECKING:
-    from .context.region import ContextParallel, SequenceRegion
+    from .context.region import ContextParallel
 
 logger: MultiProcessAdapter = get_logger(__name__)
 
@@ -121,7 +121,9 @@ class PackedRows:
         self.attention = attention
         self.sequence = sequence
         self.layout = layout
-        self._is_compared = False
+        # A trace has no values.
+        has_group = dist.is_available() and dist.is_initialized()
+        self._is_compared: bool = has_group and dist.get_backend() == dist.Backend.FAKE
         self._has_names = False
 
     def watch(self, model: nn.Module) -> None:
@@ -139,7 +141,8 @@ class PackedRows:
             return None
         fields = {name: kwargs[name] for name in FIELDS if name in kwargs}
         plain = extract_model_from_parallel(model, keep_torch_compile=False)
-        parameters = inspect.signature(plain.forward).parameters
+        signature = inspect.signature(plain.forward)
+        parameters = signature.parameters
         kwargs = {name: value for name, value in kwargs.items() if name not in FIELDS}
         taken = [name for name in FIELDS if name in parameters]
         tokens = _tokens_of(args, kwargs, fields)
@@ -164,11 +167,13 @@ class PackedRows:
         if taken:
             converted = {"seq_lens": documents.lengths, "cu_seqlens": documents.cu_seqlens}
             return args, kwargs | {name: fields.get(name, converted[name]) for name in taken}
-        if "position_ids" in parameters and kwargs.get("position_ids") is None:
-            kwargs["position_ids"] = _positions(documents, region)
         if region is not None:
             region.documents = documents
             return args, kwargs
+        if "position_ids" in parameters:
+            inputs = signature.bind_partial(*args, **kwargs).arguments
+            if inputs.get("position_ids") is None:
+                kwargs["position_ids"] = documents.positions
         self._begin(model, plain, documents)
         if outermost(plain) == [plain]:
             return self.adapt(plain, args, kwargs) or (args, kwargs)
@@ -294,15 +299,6 @@ def _difference(alone: WatchedForward, packed: WatchedForward) -> str:
     if last < 16 * epsilon:
         return ""
     return first
-
-
-def _positions(documents: Documents, region: SequenceRegion | None) -> torch.Tensor:
-    positions = documents.positions
-    if region is None:
-        return positions
-    shard = region.layout.take(positions, 1)
-    region.full_tensors[shard] = positions, 1
-    return shard
 
 
 def _tokens_of(

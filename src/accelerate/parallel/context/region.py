@@ -503,7 +503,11 @@ class _Inputs:
                     "the buffers of maybe_context_parallel? Where the sequence is another dimension, give "
                     "position_ids too."
                 )
-            changed["position_ids"] = region.positions(split.device).expand(split.shape[0], -1)
+            if region.documents is None:
+                positions = region.positions(split.device).expand(split.shape[0], -1)
+            else:
+                positions = region.layout.take(region.documents.positions, 1)
+            changed["position_ids"] = positions
         if self.special is not None:
             adapted = transformers_models.adapt_inputs(self.special, inputs, split, region)
             if not self.takes_mask:
