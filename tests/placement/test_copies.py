@@ -252,6 +252,35 @@ def test_adapters_train_on_a_streamed_base(kind, net, tmp_path, monkeypatch):
         assert device.used == 0 and not device.locked and not weight_threads()
 
 
+def test_gradients_of_all_kinds(net, monkeypatch):
+    """Those of torch.func, of gradients, twice from one graph, and after the hooks are removed."""
+    twin = copy.deepcopy(net)
+
+    def gradients(model, start):
+        def loss(x):
+            return model(x)[0].square().sum()
+
+        found = [torch.func.grad(loss)(start)]
+        x = start.clone().requires_grad_()
+        found += torch.autograd.grad(loss(x), x, create_graph=True)
+        found += torch.autograd.grad(found[-1].square().sum(), x)
+        graph = loss(x)
+        for keeps in (True, False):
+            found += torch.autograd.grad(graph, x, retain_graph=keeps)
+        graph = loss(x)
+        remove_hook_from_submodules(model)
+        found += torch.autograd.grad(graph, x)
+        return found
+
+    with slow_device(monkeypatch, delay=0.0003) as device:
+        start = batch()
+        for ours, wanted in zip(
+            gradients(cpu_offload(net), start), gradients(twin, start), strict=True
+        ):
+            torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-10)
+        assert not device.locked and not weight_threads()
+
+
 def test_after_inference_mode_training_goes_on(net, monkeypatch):
     twin = copy.deepcopy(net)
     with slow_device(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -213,11 +213,8 @@ class AlignDevicesHook(ModelHook):
         if not self._stream.copies_to(device):
             return None
         saving = SavedWeights(self._stream, self._streamed[device], fetched)
-        # The transforms of torch.func allow no such hooks: there the weights stay until the backward.
-        with suppress(RuntimeError):
-            saving.__enter__()
-            return saving
-        return None
+        saving.__enter__()
+        return saving
 
     def _fetch(self, offloaded: list[tuple[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
         """Return the weights that were fetched ahead for this forward, and fetch those of the next modules."""

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
+import sys
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..core.device_kinds import DEVICES
 from ..core.modules import is_wrapper_subclass
@@ -104,7 +107,7 @@ class WeightStream:
         Returns:
             The weights by name, on the device of the request; nothing if the module is to read them itself.
         """
-        if not request.size:
+        if not request.size or _is_transformed():
             return {}
         carrier = self._carrier(request.device)
         if carrier is None or request.size < carrier.minimum:
@@ -134,6 +137,9 @@ class WeightStream:
     def fetch_again(self, request: FetchRequest) -> Weights:
         """Return the weights of a module for its backward."""
         with self._lock:
+            if request.module not in self._requests:
+                # The hooks were removed since the forward.
+                return {name: request.source[name].to(request.device) for name in request.names}
             if self._current[0] != request.module:
                 return self.fetch(request)
             weights: Weights = self._carriers[request.device].finish(self._current[1])
@@ -184,6 +190,26 @@ class WeightStream:
             self._carrier(self._requests[number].device).cancel(transfer)
 
 
+@functools.cache
+def _untraced_pack() -> Any:
+    # Autograd calls it while compiled functions run. Without this it would be compiled too.
+    return torch.compiler.disable(SavedWeights._pack)
+
+
+def _is_transformed() -> bool:
+    """Whether a gradient transform of torch.func runs. New tensors are wrapped then, and of no use after it."""
+    try:
+        with saved_tensors_hooks(_unchanged, _unchanged):
+            return False
+    except RuntimeError:
+        # It does not allow such hooks.
+        return True
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 class _SavedView(NamedTuple):
     """A view of a weight that the backward needs."""
 
@@ -195,14 +221,17 @@ class _SavedView(NamedTuple):
     offset: int
 
 
-class SavedWeights(torch.autograd.graph.saved_tensors_hooks):
+class SavedWeights(saved_tensors_hooks):
     """Inside the block autograd keeps which view of a fetched weight it needs. The backward fetches that weight again.
 
     Other tensors go to the hooks around this block.
     """
 
     def __init__(self, stream: WeightStream, request: FetchRequest, weights: Weights) -> None:
-        super().__init__(self._pack, self._unpack)
+        pack = SavedWeights._pack
+        if "torch._dynamo" in sys.modules:
+            pack = _untraced_pack()
+        super().__init__(functools.partial(pack, self), self._unpack)
         self._stream = stream
         self._request = request
         self._outer = outer_hooks()
