@@ -25,7 +25,9 @@ sys.path.append(str(Path(__file__).parents[2] / "examples" / "parallel"))
 from llama import Llama, LlamaConfig
 
 transformers = package("transformers")
-PRELOADED = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "bert"))
+PRELOADED = tuple(
+    f"transformers.models.{name}.modeling_{name}" for name in ("llama", "bert", "gpt2")
+)
 pytestmark = pytest.mark.usefixtures("float64")
 
 VOCABULARY, ROWS, LENGTH, STEPS = 32, 2, 16, 20
@@ -315,6 +317,26 @@ class Counting(nn.Module):
         return self.embedding(input_ids) + self.positions(torch.arange(input_ids.shape[1]))
 
 
+class Wrapper(nn.Module):
+    """A model of one's own around one of transformers, whose positions are absolute."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        config = transformers.GPT2Config(
+            vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=4, n_positions=32
+        )
+        self.inner = transformers.GPT2LMHeadModel(config).double().eval()
+
+    def forward(self, input_ids):
+        return self.inner(input_ids).logits
+
+    def train(self, mode=True):
+        # Without dropout.
+        self.training = mode
+        return self
+
+
 def bert(**options):
     torch.manual_seed(0)
     config = transformers.BertConfig(
@@ -340,8 +362,8 @@ def changed_share(model, ids, lengths, first, changed, block=None):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     "make",
-    [own, of_transformers, bert, Encoder, lambda: of_transformers(sliding_window=3)],
-    ids=["own", "llama", "bert", "torch", "window"],
+    [own, of_transformers, bert, Encoder, Wrapper, lambda: of_transformers(sliding_window=3)],
+    ids=["own", "llama", "bert", "torch", "wrapper", "window"],
 )
 def test_other_documents_change_nothing(make, training):
     model = start("plain").prepare(make()).train(training)
@@ -362,7 +384,7 @@ def test_other_documents_change_nothing(make, training):
 @pytest.mark.parametrize("size", ["cp", "sp"])
 def test_other_documents_change_nothing_over_ranks(size):
     accelerator = start(size)
-    model = accelerator.prepare(of_transformers())
+    plain, model = Wrapper(), accelerator.prepare(Wrapper())
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCABULARY, (1, LENGTH), generator=generator)
     outputs = []
@@ -370,9 +392,11 @@ def test_other_documents_change_nothing_over_ranks(size):
         ids[0, 7] = value
         shard = ids.clone()
         with accelerator.maybe_context_parallel([shard], [1], no_restore_buffers={shard}):
-            logits = model(shard, seq_lens=[[7, 9]]).logits
+            logits = model(shard, seq_lens=[[7, 9]])
             rows = accelerator.strategy.sequence.region.positions(ids.device)
         outputs.append(logits[:, rows < 7])
+        alone = torch.cat([plain(ids[:, :7]), plain(ids[:, 7:])], dim=1)
+        torch.testing.assert_close(logits, alone[:, rows])
     assert torch.equal(*outputs)
 
 
