@@ -12,7 +12,8 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.config.precision import MasterWeightsKwargs
-from accelerate.core.errors import PrepareError
+from accelerate.core.errors import CheckpointError, PrepareError
+from accelerate.parallel import matrices
 from accelerate.parallel.matrices import assign, register_matrix_optimizer, shared_step_of
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -369,6 +370,19 @@ def uneven(accelerator):
     assert sums[0] == sums[1]
 
 
+def one_rank_alone(accelerator):
+    """A state that one rank asks for alone is an error, there and on a rank that comes too late."""
+    model, (optimizer,) = make()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    train(accelerator, model, [optimizer], batches()[:1])
+    for rank in range(2):
+        if accelerator.process_index == rank:
+            with pytest.raises(CheckpointError, match=r"rank 1 did not .*Orthogonal.state_dict"):
+                optimizer.state_dict()
+        accelerator.wait_for_everyone()
+    assert len(optimizer.state_dict()["state"]) == 16
+
+
 def closures_and_groups(accelerator):
     """A step with a closure, and groups that are added later."""
     runs = []
@@ -450,6 +464,9 @@ def test_right_programs():
     register_matrix_optimizer(Orthogonal, shapes)
     local_steps(start("ddp"))
     uneven(start("ddp"))
+    matrices.STATE_TIMEOUT = 2
+    one_rank_alone(start("ddp"))
+    matrices.STATE_TIMEOUT = 600
     for layout in ("ddp", "fsdp"):
         closures_and_groups(start(layout))
         masters(layout)

@@ -22,8 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..core.errors import PrepareError
+from ..core.errors import CheckpointError, PrepareError
 from ..optimizer import parameters_of
+from ..runtime.agreement import Agreement
+from ..runtime.passing import others_went_on
+from ..state import PartialState
 from ..torch_internals.optimizer_step import replace_step_below_hooks
 
 Shapes = Callable[[torch.Tensor, dict[str, Any]], Sequence[int] | None]
@@ -32,6 +35,8 @@ Place = tuple[tuple[tuple[int, int], ...], ...]
 
 _REGISTERED: dict[Any, Shapes | None] = {torch.optim.Muon: None}
 _SHARED = "shared_step"
+# Seconds for which a rank waits for the others in `state_dict`.
+STATE_TIMEOUT = 600
 
 
 def register_matrix_optimizer(cls: type, shapes: Shapes | None = None) -> None:
@@ -680,6 +685,8 @@ def share_step(
 
     def state_dict() -> dict[str, Any]:
         present: Any = reference()
+        if not shared.is_laid_out:
+            _meet(kind.__name__)
         with laid_out(present):
             state: dict[str, Any] = kind.state_dict(present)
         return state
@@ -694,6 +701,19 @@ def share_step(
         {_SHARED: shared, "state_dict": state_dict, "load_state_dict": load_state_dict}
     )
     return True
+
+
+def _meet(name: str) -> None:
+    """Wait for all ranks before messages that carry state. Raises CheckpointError if some of them went on."""
+    agreement = Agreement(PartialState(), "optimizer")
+    subject = f"{name}.state_dict"
+    absent = "The state is gathered from the ranks that own it: call it on every rank, and write it on one"
+    agreement.announce(subject)
+    if others_went_on(agreement, subject, STATE_TIMEOUT):
+        text = f"rank {agreement.rank}: the other ranks did not come to `{subject}`, and went on. {absent}"
+        agreement.refuse(text)
+        raise CheckpointError(text)
+    agreement.exchange(subject, None, STATE_TIMEOUT, absent)
 
 
 def shared_step_of(optimizer: Any) -> SharedStep | None:
