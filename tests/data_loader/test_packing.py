@@ -130,11 +130,15 @@ def test_options():
         ([{"text": "a"}], {}, ["document 0", "input_ids", "text"]),
         ([{"input_ids": "a"}], {}, ["document 0", "input_ids", "str"]),
         ([[[1, 2]]], {}, ["document 0", "input_ids", "list"]),
+        ([], {}, ["dataset", "list"]),
+        (iter([[1]]), {}, ["dataset", "list_iterator"]),
+        ([[1]], {"length": 2.0}, ["length", "2.0"]),
+        ([[1]], {"length": 0}, ["length", "0"]),
     ],
 )
 def test_what_cannot_be_packed(documents, options, facts):
     with pytest.raises(ConfigurationError) as error:
-        pack(documents, 2, **options)
+        pack(documents, **{"length": 2, **options})
     for fact in facts:
         assert fact in str(error.value)
 
@@ -145,6 +149,15 @@ def test_a_document_that_has_changed():
         pack(documents, 4)[0]
     with pytest.raises(ConfigurationError, match=r"input_ids of document 1 has 2 .* 3 tokens"):
         pack(documents, 5, lengths=[2, 3], fields=["input_ids"])[0]
+    with pytest.raises(ConfigurationError, match="document 0 has no score, but input_ids, labels"):
+        pack(documents, 4, fields=["input_ids", "score"])[0]
+
+
+@pytest.mark.parametrize("ids", [torch.rand(2), torch.ones(1, 2, dtype=torch.long)])
+def test_tokens_that_are_none(ids):
+    shape = str(list(ids.shape)).replace("[", r"\[")
+    with pytest.raises(ConfigurationError, match=f"input_ids of document 0 .*{shape}"):
+        pack([ids], 4)[0]
 
 
 @on_ranks(1, 2)

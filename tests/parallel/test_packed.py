@@ -146,6 +146,8 @@ def fields(form, lengths):
         return {"seq_lens": lengths}
     if form == "tensor":
         return {"seq_lens": padded(lengths)}
+    if form == "array":
+        return {"seq_lens": padded(lengths).numpy()}
     if form == "tensors":
         return {"seq_lens": [torch.tensor(row) for row in lengths]}
     bounds = list(itertools.accumulate(itertools.chain(*lengths), initial=0))
@@ -160,7 +162,7 @@ def check_layout(layout, kind):
     expected, losses = plain_steps(make, shards)
     model = make()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
-    forms = itertools.cycle(["lists", "tensor", "tensors", "cu_seqlens"])
+    forms = itertools.cycle(["lists", "tensor", "array", "tensors", "cu_seqlens"])
     for step in range(STEPS):
         total = items = 0
         for part in range(ACCUMULATION):
@@ -562,6 +564,13 @@ def test_flash_attention_gets_bounds():
         ({"cu_seqlens": torch.tensor([0, 5, 32])}, "cu_seqlens.*row 0"),
         ({"cu_seqlens": torch.tensor([0, 16, 16, 32])}, "cu_seqlens"),
         ({"cu_seqlens": torch.tensor([0, 16])}, "cu_seqlens"),
+        ({"seq_lens": ["16", "16"]}, "seq_lens.*list.*str"),
+        ({"seq_lens": 16}, "seq_lens.*int"),
+        ({"seq_lens": [[5.0, 11.0], [16.0]]}, "seq_lens.*float64"),
+        ({"seq_lens": [[True] * 16, [16]]}, "seq_lens.*bool"),
+        ({"seq_lens": torch.full((2, 1, 1), 16)}, r"seq_lens.*\[1, 1\]"),
+        ({"cu_seqlens": torch.tensor([0.0, 16.0, 32.0])}, "cu_seqlens.*float32"),
+        ({"cu_seqlens": [[0, 16], [0, 16]]}, r"cu_seqlens.*\[2, 2\]"),
     ],
 )
 def test_lengths_that_do_not_fit(lengths, message):

@@ -14,6 +14,10 @@ from .errors import ConfigurationError
 
 # The arguments of a forward that say how long documents are.
 FIELDS = ("seq_lens", "cu_seqlens")
+_FORMS = {
+    "seq_lens": "the lengths of the documents in each row, a list of integers for each or a 2-D tensor",
+    "cu_seqlens": "1-D: where each document begins in the flattened rows, and the number of tokens",
+}
 # A label that is not trained on.
 IGNORED = -100
 
@@ -50,10 +54,15 @@ class Documents:
         field = next((name for name in FIELDS if batch.get(name) is not None), None)
         if field is None:
             return None
-        if field == "seq_lens":
-            lengths = _lengths_by_row(batch[field])
-        else:
-            lengths = _lengths_between(batch[field], rows, length)
+        try:
+            if field == "seq_lens":
+                lengths = _lengths_by_row(batch[field])
+            else:
+                lengths = _lengths_between(batch[field], rows, length)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigurationError(
+                f"{field} must be {_FORMS[field]}, and is a {type(batch[field]).__name__}: {error}"
+            ) from error
         if len(lengths) != rows:
             raise ConfigurationError(f"{field} has {len(lengths)} rows, and the batch has {rows}")
         for number, row in enumerate(lengths):
@@ -117,13 +126,14 @@ def joined(mask: torch.Tensor | None, shown: torch.Tensor) -> torch.Tensor:
 
 
 def _lengths_by_row(seq_lens: Any) -> list[list[int]]:
-    is_padded = isinstance(seq_lens, torch.Tensor)
+    # The rows of an array are equally long.
+    is_padded = hasattr(seq_lens, "ndim")
     if is_padded:
-        seq_lens = seq_lens.cpu()
+        seq_lens = torch.as_tensor(seq_lens).cpu()
     rows = [torch.as_tensor(row) for row in seq_lens]
     if rows and rows[0].dim() == 0:
         rows = [torch.stack(rows)]
-    lengths: list[list[int]] = [row.tolist() for row in rows]
+    lengths = [_integers(row) for row in rows]
     for row in lengths:
         while is_padded and row and row[-1] == 0:
             row.pop()
@@ -132,7 +142,17 @@ def _lengths_by_row(seq_lens: Any) -> list[list[int]]:
 
 def _lengths_between(cu_seqlens: Any, rows: int, length: int) -> list[list[int]]:
     lengths: list[list[int]] = [[] for _ in range(rows)]
-    for first, end in pairwise(torch.as_tensor(cu_seqlens).tolist()):
+    for first, end in pairwise(_integers(torch.as_tensor(cu_seqlens))):
         row = min(first // length, rows - 1)
         lengths[row].append(end - first)
     return lengths
+
+
+def _integers(values: torch.Tensor) -> list[int]:
+    if values.dim() != 1:
+        raise TypeError(f"a tensor of shape {list(values.shape)}")
+    is_integer = not values.is_floating_point() and values.dtype != torch.bool
+    if values.numel() and not is_integer:
+        raise TypeError(f"values of {values.dtype}")
+    integers: list[int] = values.tolist()
+    return integers

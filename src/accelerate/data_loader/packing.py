@@ -64,6 +64,12 @@ def pack(
         rows = pack(documents, 4096, labels=True)
         loader = accelerator.prepare(DataLoader(rows, batch_size=2, shuffle=True))
     """
+    if not isinstance(length, int) or length < 1:
+        raise ConfigurationError(f"pack: length must be a positive integer, and is {length!r}")
+    if not hasattr(dataset, "__len__") or not len(dataset):
+        raise ConfigurationError(
+            f"pack: the dataset must be map-style, with at least one document, and is a {type(dataset).__name__}"
+        )
     if lengths is None:
         lengths = []
         for number in range(len(dataset)):
@@ -175,11 +181,20 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         tokens = len(sample["input_ids"])
         piece = {}
         for name in self.fields:
+            if name not in sample:
+                raise ConfigurationError(
+                    f"pack: document {document} has no {name}, but {', '.join(map(str, sample))}"
+                )
             values = torch.as_tensor(sample[name])
             if len(values) != tokens or tokens < start + size:
                 raise ConfigurationError(
                     f"pack: {name} of document {document} has {len(values)} values, and the document has "
                     f"{max(tokens, start + size)} tokens"
+                )
+            if name == "input_ids" and (values.dim() != 1 or values.is_floating_point()):
+                raise ConfigurationError(
+                    f"pack: input_ids of document {document} must be 1-D integers, and are {values.dtype} of shape "
+                    f"{list(values.shape)}"
                 )
             if name in self.filling:
                 values = values.long()
@@ -233,8 +248,9 @@ def _per_token_fields(document: Mapping[str, Any], tokens: int) -> list[str]:
         if is_array and len(values) == tokens:
             fields.append(name)
     if "input_ids" not in fields:
+        ids = document["input_ids"]
         raise ConfigurationError(
-            f"pack: input_ids of document 0 must be {tokens} integers, and is a {type(document['input_ids']).__name__}"
+            f"pack: input_ids of document 0 must be {tokens} integers, and is a {type(ids).__name__} of {len(ids)}"
         )
     return fields
 
