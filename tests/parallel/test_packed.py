@@ -265,6 +265,14 @@ class Recurrent(nn.Module):
         return self.gru(self.embedding(input_ids))[0]
 
 
+class TwoOutputs(Recurrent):
+    """Only the first output mixes documents."""
+
+    def forward(self, input_ids):
+        x = self.embedding(input_ids)
+        return self.gru(x)[0], x
+
+
 class RecurrentWithBounds(Recurrent):
     def forward(self, input_ids, cu_seqlens):
         assert cu_seqlens.dtype == torch.int32
@@ -406,11 +414,12 @@ def test_other_documents_change_nothing_over_ranks(size):
     ("make", "named"),
     [
         (Recurrent, "GRU"),
+        (TwoOutputs, "GRU"),
         (OwnAttention, "MultiheadAttention"),
         (lambda: bert(attn_implementation="eager"), "BertSelfAttention"),
         (Counting, "the output"),
     ],
-    ids=["recurrent", "own attention", "eager", "positions"],
+    ids=["recurrent", "two outputs", "own attention", "eager", "positions"],
 )
 def test_a_model_that_mixes_documents_is_named(make, named):
     model = start("plain").prepare(make())

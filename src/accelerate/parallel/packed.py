@@ -288,13 +288,17 @@ def _difference(alone: WatchedForward, packed: WatchedForward) -> str:
     epsilon = max(alone.epsilon, packed.epsilon)
     first, last = "", 0.0
     for what, tensors in alone.tensors.items():
+        errors = []
         for expected, actual in zip(tensors, packed.tensors.get(what, ()), strict=False):
             is_per_token = expected.dim() > 1 and expected.shape[-1] == actual.shape[-1]
             if not is_per_token or expected.numel() != actual.numel():
                 continue
-            last = relative_error(expected, actual.reshape(expected.shape))
-            if last > 2 * epsilon**0.5 and not first:
-                first = f"{what} differs (relative error {last:.1g})"
+            error = relative_error(expected, actual.reshape(expected.shape))
+            errors.append(error)
+            if error > 2 * epsilon**0.5 and not first:
+                first = f"{what} differs (relative error {error:.1g})"
+        if errors:
+            last = max(errors)
     # What other documents have changed may be left out again.
     if last < 16 * epsilon:
         return ""
