@@ -298,8 +298,9 @@ class OwnAttention(nn.Module):
 class Encoder(nn.Module):
     """Layers that torch fuses in evaluation, and a recomputed block."""
 
-    def __init__(self, width=8, recomputes=False):
+    def __init__(self, width=8, recomputes=False, use_reentrant=False):
         super().__init__()
+        self.use_reentrant = use_reentrant
         self.recomputes = recomputes
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.layer = nn.TransformerEncoderLayer(width, 2, 16, dropout=0.0, batch_first=True)
@@ -311,7 +312,9 @@ class Encoder(nn.Module):
         self.calls += 1
         x = self.embedding(input_ids)
         if self.recomputes:
-            return torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=False)
+            return torch.utils.checkpoint.checkpoint(
+                self.layer, x, use_reentrant=self.use_reentrant
+            )
         return self.layer(x)
 
 
@@ -476,6 +479,14 @@ def test_the_comparison_leaves_no_trace():
         found(ids, seq_lens=lengths)
         assert found.forwards == 2
     assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+
+
+def test_the_comparison_does_not_warn(recwarn):
+    """The reentrant implementation warns without gradients."""
+    model = start("plain").prepare(Encoder(recomputes=True, use_reentrant=True))
+    ids, lengths = micro_batch(0)
+    model(ids, seq_lens=lengths)
+    assert not recwarn.list
 
 
 def test_recomputed_attention_separates_documents():

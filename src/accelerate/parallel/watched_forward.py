@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -93,7 +94,10 @@ def unchanged(model: nn.Module, kinds: Iterable[str]) -> Iterator[None]:
             buffers.append((module, name, buffer, buffer.clone()))
         module.training = False
     try:
-        yield
+        # A forward without gradients may warn of just that; what else it warns of, the loop's own forward does too.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
         for source, state in zip(sources, states, strict=True):
             if not torch.equal(source.get_rng_state(), state):
                 raise RuntimeError("it draws random numbers")
