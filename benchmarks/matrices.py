@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -37,6 +38,11 @@ def step_of(
 
 def main() -> None:
     torch.set_num_threads(1)
+    # The other package has no such function.
+    with contextlib.suppress(ImportError):
+        from accelerate.utils import register_matrix_optimizer
+
+        register_matrix_optimizer(torch.optim.Muon)
     accelerator = Accelerator(cpu=True)
     model, optimizer = build()
     model = nn.parallel.DistributedDataParallel(model)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.utils import set_seed
+from accelerate.utils import register_matrix_optimizer, set_seed
 
 LENGTH, BATCH, EPOCHS = 64, 16, 2
 
@@ -52,6 +52,8 @@ class Model(nn.Module):
 
 
 def train() -> tuple[Accelerator, list[tuple[int, float]]]:
+    # Under DDP the work is shared only on request: one process alone can then not save the optimizer.
+    register_matrix_optimizer(torch.optim.Muon)
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
     set_seed(0)
     text = (inspect.getsource(string) + inspect.getsource(textwrap)).encode()

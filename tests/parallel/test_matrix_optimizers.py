@@ -459,15 +459,29 @@ def muon(layout):
     compare_state(accelerator, model, states[0], 3 * float(tolerance), layout)
 
 
+def muon_of_replicas(accelerator):
+    """Without a call of `register_matrix_optimizer`, each replica has the whole state: rank 0 may save it alone."""
+    model, _ = make()
+    muon = torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.02)
+    model, optimizer = accelerator.prepare(model, muon)
+    train(accelerator, model, [optimizer], batches()[:1])
+    assert shared_step_of(optimizer.optimizer) is None
+    if accelerator.is_main_process:
+        assert len(optimizer.state_dict()["state"]) == 8
+
+
 @on_ranks(2)
 def test_right_programs():
+    muon_of_replicas(start("ddp"))
     register_matrix_optimizer(Orthogonal, shapes)
     local_steps(start("ddp"))
     uneven(start("ddp"))
     matrices.STATE_TIMEOUT = 2
     one_rank_alone(start("ddp"))
     matrices.STATE_TIMEOUT = 600
-    for layout in ("ddp", "fsdp"):
+    for layout in ("fsdp", "ddp"):
+        if layout == "ddp":
+            register_matrix_optimizer(torch.optim.Muon)
         closures_and_groups(start(layout))
         masters(layout)
         muon(layout)

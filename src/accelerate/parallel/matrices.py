@@ -34,13 +34,19 @@ Shapes = Callable[[torch.Tensor, dict[str, Any]], Sequence[int] | None]
 Place = tuple[tuple[tuple[int, int], ...], ...]
 
 _REGISTERED: dict[Any, Shapes | None] = {torch.optim.Muon: None}
+# Classes whose state replicas give to owners. Without this, each replica has all of it, and one may save it alone.
+_BY_REPLICAS: set[Any] = set()
 _SHARED = "shared_step"
 # Seconds for which a rank waits for the others in `state_dict`.
 STATE_TIMEOUT = 600
 
 
 def register_matrix_optimizer(cls: type, shapes: Shapes | None = None) -> None:
-    """Share the work of an optimizer of entire matrices between ranks, as that of `torch.optim.Muon` is.
+    """Share the work of an optimizer of entire matrices between ranks.
+
+    Where parameters are sharded, that of `torch.optim.Muon` is shared without this call. Under DDP it is shared after
+    `register_matrix_optimizer(torch.optim.Muon)`: each process then has a part of the state, so that all of them have
+    to call `optimizer.state_dict()`.
 
     Call it before `prepare`. The update of a matrix must not depend on another matrix, and a closure has to be called
     once, before anything else.
@@ -68,6 +74,7 @@ def register_matrix_optimizer(cls: type, shapes: Shapes | None = None) -> None:
             "group"
         )
     _REGISTERED[cls] = shapes
+    _BY_REPLICAS.add(cls)
 
 
 def _registered_class(optimizer: Any) -> Any:
@@ -668,7 +675,7 @@ def share_step(
         [Any], contextlib.AbstractContextManager[None]
     ] = contextlib.nullcontext,
 ) -> bool:
-    """Share the step of a registered optimizer from now on. Returns False for another one, which is left as it is.
+    """Share the step of a registered optimizer from now on. Returns False for one that is left as it is.
 
     The arguments are those of `SharedStep`.
     """
@@ -680,12 +687,16 @@ def share_step(
     ):
         return False
     check_matrices([optimizer])
+    if replicas is not None and _registered_class(optimizer) not in _BY_REPLICAS:
+        replicas = None
+        if not any(hasattr(parameter, "device_mesh") for parameter in parameters_of(optimizer)):
+            return False
     kind, reference = type(optimizer), weakref.ref(optimizer)
     shared = SharedStep(replicas, are_equal, local_tensors)
 
     def state_dict() -> dict[str, Any]:
         present: Any = reference()
-        if not shared.is_laid_out:
+        if not shared.is_laid_out and any(owners.group for owners in shared.owners):
             _meet(kind.__name__)
         with laid_out(present):
             state: dict[str, Any] = kind.state_dict(present)
