@@ -384,7 +384,7 @@ class RunCheckpoints:
         if self._in_background is not None and self._writer is not None and self._writer.is_done:
             newest = self._in_background
         if newest is None:
-            return "There is no checkpoint."
+            return "This run has not saved a checkpoint."
         folder, step = newest
         return f"The newest checkpoint, {folder}, is {self.step - step} steps old."
 
