@@ -15,10 +15,13 @@ from packages import package
 from rank_pool import on_ranks
 from states import reset_states
 from torch import nn
+from torch.nn.attention import varlen
 
 from accelerate import Accelerator
 from accelerate.config.training import TorchDynamoPlugin
+from accelerate.core.documents import Documents
 from accelerate.core.errors import ConfigurationError
+from accelerate.parallel import packed
 from accelerate.parallelism_config import ParallelismConfig
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "parallel"))
@@ -505,6 +508,39 @@ def test_recomputed_attention_separates_documents():
         accelerator.backward(model(ids).square().sum())
         gradients.append([parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_kernels_by_length_get_documents(monkeypatch, causal):
+    """What a device with flash attention computes: a stand-in for torch's kernel, which the CPU does not have."""
+    longest, attend = [], F.scaled_dot_product_attention
+
+    def varlen_attn(
+        query, key, value, bounds, key_bounds, most, key_most, *, scale, window_size, enable_gqa
+    ):
+        assert bounds is key_bounds and most == key_most and window_size == (-1, causal - 1)
+        longest.append(most)
+        parts = []
+        for first, last in itertools.pairwise(bounds.tolist()):
+            inputs = [tensor[first:last].transpose(0, 1)[None] for tensor in (query, key, value)]
+            part = attend(*inputs, is_causal=causal, scale=scale, enable_gqa=enable_gqa)
+            parts.append(part[0].transpose(0, 1))
+        return torch.cat(parts)
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    numbers = torch.randn(3, ROWS, 4, LENGTH, 8)
+    documents = Documents(micro_batch(0)[1])
+    results = []
+    for by_length in (False, True):
+        monkeypatch.setattr(packed, "takes_lengths", lambda query, by_length=by_length: by_length)
+        inputs = numbers.clone().requires_grad_()
+        attention = packed.DocumentAttention()
+        with attention.separating(documents):
+            output = F.scaled_dot_product_attention(*inputs, is_causal=causal)
+        output.square().sum().backward()
+        results.append((output.detach(), inputs.grad))
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-10)
+    assert longest == [max(max(row) for row in documents.lengths)]
 
 
 def test_labels_and_padding_of_transformers():

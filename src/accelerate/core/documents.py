@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -86,11 +87,16 @@ class Documents:
         first = torch.where(self.starts, index, 0).cummax(dim=1).values
         return index - first
 
-    @property
+    @functools.cached_property
     def cu_seqlens(self) -> torch.Tensor:
         """(documents + 1): where each document begins in the flattened rows, and the number of tokens."""
         first = self.starts.flatten().nonzero().flatten()
         return F.pad(first, (0, 1), value=self.numbers.numel()).int()
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """The number of tokens of the longest document."""
+        return int(self.cu_seqlens.diff().max())
 
     def without_padding(self, mask: torch.Tensor) -> Documents:
         """The same with the padding of each document, where `mask` (rows, length) is 0, as one of its own."""

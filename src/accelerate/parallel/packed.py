@@ -95,6 +95,10 @@ class DocumentAttention:
         if documents is not None:
             rows, length = documents.numbers.shape
             if query.shape[0] == rows and query.shape[-2] == key.shape[-2] == length:
+                if attn_mask is None and dropout_p == 0.0 and takes_lengths(query):
+                    return _attend_by_length(
+                        query, key, value, documents, is_causal, scale, enable_gqa
+                    )
                 attn_mask = documents.mask(is_causal, attn_mask)
                 is_causal = False
                 if query.dim() == 3:
@@ -102,6 +106,55 @@ class DocumentAttention:
         return plain_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+
+
+def takes_lengths(query: torch.Tensor) -> bool:
+    """Whether torch has a kernel for these queries that computes documents of several lengths without a mask."""
+    return (
+        query.device.type == "cuda"
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.dim() == 4
+        and query.shape[-1] % 8 == 0
+        and query.shape[-1] <= 256
+        and torch.backends.cuda.flash_sdp_enabled()
+        and torch.backends.cuda.is_flash_attention_available()
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def _attend_by_length(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """The attention of each document to itself. Queries are (rows, heads, length, width)."""
+    # Few devices have it.
+    from torch.nn.attention import varlen
+
+    window = (-1, -1)
+    if is_causal:
+        window = (-1, 0)
+    bounds, longest = documents.cu_seqlens, documents.longest
+    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    output: Any = varlen.varlen_attn(
+        query,
+        key,
+        value,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scale,
+        window_size=window,
+        enable_gqa=enable_gqa,
+    )
+    attended: torch.Tensor = output.unflatten(0, documents.numbers.shape).transpose(1, 2)
+    return attended
 
 
 class PackedRows:
