@@ -171,6 +171,32 @@ def check_streamed_weights(device: torch.device) -> None:
                 assert torch.equal(output, expected), "streamed weights differ from resident ones"
 
 
+def check_packed(device: torch.device, precision: str) -> None:
+    """Check that attention in packed rows equals that of each document, and that half precision takes lengths."""
+    from accelerate.core.documents import Documents
+    from accelerate.parallel.packed import DocumentAttention, takes_lengths
+
+    lengths = [[40, 200, 16], [100, 156]]
+    dtype = DTYPES[precision] or torch.float32
+    inputs = torch.randn(3, 2, 4, 256, 64, device=device, dtype=dtype, requires_grad=True)
+    is_fast = device.type == "cuda" and dtype != torch.float32
+    assert takes_lengths(inputs[0]) == is_fast, "the kernel that takes lengths"
+    attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+    parts = []
+    for row, sizes in enumerate(lengths):
+        parts.append(torch.cat([attend(*part) for part in inputs[:, row].split(sizes, 2)], 1))
+    with DocumentAttention().separating(Documents(lengths, device)):
+        packed = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
+    expected = torch.stack(parts)
+    tolerance = 16 * torch.finfo(dtype).eps
+    torch.testing.assert_close(packed, expected, rtol=tolerance, atol=tolerance)
+    gradients = [
+        torch.autograd.grad(output.float().square().sum(), inputs)[0]
+        for output in (packed, expected)
+    ]
+    torch.testing.assert_close(*gradients, rtol=4 * tolerance, atol=4 * tolerance)
+
+
 def copy_rate(device: torch.device, size: int) -> float:
     """The speed of a copy of `size` bytes of pinned memory to the device, in bytes a second."""
     pinned = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -377,6 +403,8 @@ def checks(device: torch.device) -> dict[str, Callable[[], None]]:
     result: dict[str, Callable[[], None]] = {
         f"training in {name}": lambda name=name: check_precision(device, name) for name in DTYPES
     }
+    for name in DTYPES:
+        result[f"packed rows in {name}"] = lambda name=name: check_packed(device, name)
     result["streamed weights"] = lambda: check_streamed_weights(device)
     result["offloaded weights at the speed of a copy"] = lambda: check_offloaded(device)
     result["skipped step in fp16"] = lambda: check_skipped_step(device)
