@@ -5,16 +5,19 @@ They are written as those of pytorch_optimizer and schedulefree.
 """
 
 import copy
+import itertools
 from collections import OrderedDict, defaultdict
 
 import pytest
 import torch
 from layouts import compare_state, sharded, sized
+from newton_schulz import Orthogonal
 from rank_pool import on_ranks
 from states import reset_states
 from torch import nn
 
 from accelerate import Accelerator
+from accelerate.utils import register_matrix_optimizer
 
 pytestmark = pytest.mark.usefixtures("float64")
 STEPS = 5
@@ -195,6 +198,49 @@ def test_steps_equal_those_of_one_process(kind, layout):
     compare_state(run, model, expected.state_dict())
     assert len(optimizer.state) == len(plain.state)
     assert copy.copy(plain.param_groups[0]).keys() == optimizer.param_groups[0].keys()
+
+
+class SharpMatrices(Sharpness):
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        self.base = Orthogonal(self.param_groups)
+        self.param_groups = self.base.param_groups
+
+
+class SlowMatrices(SlowWeights):
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        self.optimizer = Orthogonal(self.param_groups)
+
+
+@on_ranks(2)
+def test_optimizers_of_matrices_inside_of_others(tmp_path):
+    """Those that are wrapped are not shared. They keep their state, and a loaded run continues."""
+    register_matrix_optimizer(Orthogonal)
+    for layout, kind in itertools.product(LAYOUTS, (SharpMatrices, SlowMatrices)):
+
+        def make(kind=kind):
+            torch.manual_seed(0)
+            layers = nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 4, bias=False)
+            model = nn.Sequential(*layers)
+            return model, kind(model.parameters())
+
+        expected, plain = make()
+        for rows in (slice(3), slice(3, STEPS)):
+            reset_states()
+            run = Accelerator(cpu=True, **LAYOUTS[layout]())
+            model, optimizer = run.prepare(*make())
+            index, shards = run.strategy.data_shard
+            data = torch.randn(STEPS, 4 * shards, 4, generator=torch.Generator().manual_seed(1))
+            if rows.start:
+                run.load_state(tmp_path / f"{layout}-{kind.__name__}")
+            train(model, optimizer, data[rows, index::shards], run.backward)
+            train(expected, plain, data[rows], torch.Tensor.backward)
+            compare_state(run, model, expected.state_dict())
+            if not rows.start and kind is SlowMatrices:
+                run.save_state(tmp_path / f"{layout}-{kind.__name__}")
+            if kind is SharpMatrices:
+                break
 
 
 @on_ranks(2)
