@@ -83,7 +83,7 @@ def test_the_wheel_is_complete_and_imports(tmp_path):
         re.findall("^#+ .*", description, re.M) == re.findall("^#+ .*", readme, re.M)
         and "[Apache-2.0]" in readme
     )
-    assert "Licence: Apache-2.0." in description and "<img" not in description
+    assert "License: Apache-2.0." in description and "<img" not in description
     assert "completion" in data.provides_extra and re.match(r"# accelerate\n", description)
     # A package index has no files for relative links and pictures.
     assert not re.search(r"\]\((?!https://)", description)
