@@ -178,7 +178,7 @@ def main() -> None:
     badges = {
         "python": project["requires-python"].removeprefix(">=") + "+",
         "torch": torch.removeprefix("torch>=") + "+",
-        "licence": project["license"],
+        "license": project["license"],
         "api": api,
     }
     for name, content in badges.items():
