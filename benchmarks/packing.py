@@ -6,7 +6,6 @@ The raw figures are those of a plain loop that fills rows, or shuffled batches, 
 
 from __future__ import annotations
 
-import importlib.util
 import random
 
 import numpy as np
@@ -43,9 +42,10 @@ def sizes_of_steps(batches: list[list[int]], lengths: list[int]) -> tuple[float,
 
 
 def main() -> None:
-    if importlib.util.find_spec("accelerate.data_loader.packing") is None:
+    try:
+        from accelerate.utils import TokenBatchSampler, pack
+    except ImportError:
         return  # the peer has none
-    from accelerate.utils import TokenBatchSampler, pack
 
     generator = np.random.default_rng(0)
     lengths = generator.lognormal(6, 1, DOCUMENTS).clip(1, LENGTH).astype(int).tolist()
