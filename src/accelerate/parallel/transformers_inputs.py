@@ -57,8 +57,7 @@ def adapt_packed(
         changed["labels"] = documents.trained_labels(labels)
     config = getattr(model, "config", None)
     if "flash" in str(getattr(config, "_attn_implementation", "")):
-        bounds = documents.cu_seqlens
-        longest = int(bounds.diff().max())
+        bounds, longest = documents.cu_seqlens, documents.longest
         changed.update(cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
         changed.update(max_length_q=longest, max_length_k=longest)
     return changed, documents
