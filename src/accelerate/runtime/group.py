@@ -49,8 +49,7 @@ class _Exit:
     waits_for = 0
     timeout: timedelta | None = None  # of the default group; None: torch's default
     failed = False
-    starts = 0
-    interruptions = 0
+    groups = 0  # that this process has joined: each has keys of its own in the run's store
     previous_hook: Any = None
     # Process groups that outlive the interpreter; `_hold` has them too.
     never_freed: ClassVar[list[dist.ProcessGroup]] = []
@@ -84,10 +83,13 @@ def start(
                 setattr(dist.distributed_c10d, name, timeout)
         process_group.keep_out_of_defaults()
         store = None
-        if _Exit.starts > 0:
-            store = _store_of_next_group(topology, init_method)
+        if _Exit.groups > 0:
+            rendezvous = dist.rendezvous(
+                init_method or "env://", topology.rank, topology.world_size
+            )
+            store = _of_next_group(next(rendezvous)[0])
             init_method = None
-        _Exit.starts += 1
+        _Exit.groups += 1
         dist.init_process_group(
             backend,
             init_method,
@@ -103,15 +105,13 @@ def start(
     return str(dist.get_backend())
 
 
-def _store_of_next_group(topology: Topology, init_method: str | None) -> dist.Store:
-    """The store of a default group that follows another in this process.
+def _of_next_group(store: dist.Store) -> dist.Store:
+    """A store with other keys, for a default group that follows another in this process.
 
-    The launcher's store outlives a group, and torch gives the next one the same keys: ranks may connect to the
-    addresses of the group that has ended, and wait for each other for ever (pytorch#55967, torch 2.11 to 2.14).
+    torch gives each default group the same keys: in a store that outlives a group, as the launcher's does, ranks may
+    connect to the addresses of the group that has ended, and wait for each other for ever (pytorch#55967).
     """
-    rendezvous = dist.rendezvous(init_method or "env://", topology.rank, topology.world_size)
-    store, *_ = next(rendezvous)
-    return dist.PrefixStore(f"start_{_Exit.starts}", store)
+    return dist.PrefixStore(f"group_{_Exit.groups}", store)
 
 
 def with_host(kind: DeviceKind) -> str:
@@ -190,8 +190,8 @@ def interrupt() -> Callable[[], None]:
         )
     old: Any = dist.group.WORLD
     backend, rank, size = dist.get_backend(), dist.get_rank(), dist.get_world_size()
-    _Exit.interruptions += 1
-    store = dist.PrefixStore(f"group_{_Exit.interruptions}", old.get_group_store())
+    store = _of_next_group(old.get_group_store())
+    _Exit.groups += 1
     owner = _Exit.owner
     if backend != "gloo":
         # Only gloo's connections close with the group; the kernels of others wait for their abort.
