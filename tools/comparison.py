@@ -35,8 +35,6 @@ RANKS = {
 CLAIMS = {
     "checkpoint wait": "time that a save of 1.1 GiB blocks the loop (ours goes on in the background)",
     "big model load half": "load of 384 MiB of weights, half of them to stay on disk",
-    "launch help": "`accelerate launch -h`",
-    "gather nested": "`gather` of a nested batch of 8 tensors, relative to torch's `gather` of one",
     "step": "added to a training step",
 }
 # Figures of a page of its own: those of one H100.

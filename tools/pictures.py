@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the pictures of the documentation, `mesh.svg`, `sharding.svg`, `losses.svg`, `monitor.png`, and the badges.
+"""Write the pictures of the documentation, `mesh.svg`, `sharding.svg`, `losses.svg`, and `monitor.png`.
 
     python tools/pictures.py
     python tools/pictures.py --losses fsdp_tp=LOG ...     read the losses of new runs of examples/parallel/train.py
@@ -16,7 +16,6 @@ import json
 import re
 import sys
 import tempfile
-import tomllib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -138,18 +137,6 @@ def monitor(run: Path, image: Path) -> None:
         browser.screenshot(image)
 
 
-def badge(label: str, content: str) -> str:
-    """Return a badge: a label on grey, and its content on the colour of the logo."""
-    left, right = 7 * len(label) + 14, 7 * len(content) + 14
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + right}" height="20" font-family="sans-serif" '
-        f'font-size="11" fill="white" text-anchor="middle" role="img" aria-label="{label}: {content}">\n'
-        f'<rect width="{left + right}" height="20" rx="3" fill="#555"/>\n'
-        f'<path d="M{left} 0h{right - 3}a3 3 0 0 1 3 3v14a3 3 0 0 1-3 3h-{right - 3}z" fill="#0e7490"/>\n'
-        f'<text x="{left / 2}" y="14">{label}</text><text x="{left + right / 2}" y="14">{content}</text>\n</svg>\n'
-    )
-
-
 def main() -> None:
     """Write the pictures."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -172,19 +159,6 @@ def main() -> None:
             for name, log in logs.items()
         }
         LOSSES.write_text(json.dumps(runs, indent=1) + "\n")
-    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-    (torch,) = (name for name in project["dependencies"] if name.startswith("torch>"))
-    api = json.loads((PROJECT / "tests/data/api-1.15.json").read_text())["version"]
-    badges = {
-        "python": project["requires-python"].removeprefix(">=") + "+",
-        "torch": torch.removeprefix("torch>=") + "+",
-        "license": project["license"],
-        "api": api,
-    }
-    for name, content in badges.items():
-        (IMAGES / f"badges/{name}.svg").write_text(
-            badge(name.replace("api", "Accelerate API"), content)
-        )
     (IMAGES / "mesh.svg").write_text(mesh())
     (IMAGES / "sharding.svg").write_text(sharding())
     (IMAGES / "losses.svg").write_text(losses(json.loads(LOSSES.read_text())))
