@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write `docs/comparison.md`, its pictures, and the tables of the README and of `docs/checkpoints.md`.
+"""Write `docs/comparison.md`, its pictures, and the table of the README.
 
     python tools/comparison.py              from the JSON files of benchmarks/results, which `make bench` writes
     python tools/comparison.py --check      fail if a page does not have the newest figures
@@ -20,7 +20,7 @@ from typing import Any
 
 PROJECT = Path(__file__).parents[1]
 IMAGES = PROJECT / "docs/images"
-# The tables of the README and of the page on checkpoints are between these lines.
+# The table of the README is between these lines.
 START, END = "<!-- written by tools/comparison.py -->", "<!-- end of the table -->"
 FONT = 'font-family="sans-serif" font-size="13"'
 OURS, PEER, RAW = "#2b6cb0", "#b7b7b7", "#c05621"
@@ -85,9 +85,14 @@ SITUATIONS = (
         "two processes, in the script after {two}",
     ),
 )
+# Rows that are not in the table of the page: variants of others, and those that its pictures show.
+LEFT_OUT = re.compile(
+    r"telemetry.* twice without|telemetry both|telemetry of given batches|device map: (.*split|nested).*"
+    r"|device map: .* all|growth: .*|.*, 4 ranks|loader: .* batch 8"
+)
 # Where a reader of the README finds more.
 MORE = (
-    "`make bench` measures them again. Sources: [all figures](docs/comparison.md), "
+    "`make bench` measures them again. Sources: [more figures](docs/comparison.md), "
     "[the H100](benchmarks/results/2026-11-26-h100.md), and what each failure prints "
     "([here](benchmarks/results/2026-11-28-failures.md), [earlier](benchmarks/results/2026-11-25-failures.md))."
 )
@@ -128,27 +133,6 @@ def claims(figures: dict[str, Any], dates: dict[str, str]) -> str:
         "`x`: the time relative to plain PyTorch; below 1 is faster. "
         f"Other figures than the H100's were {when}. {MORE}",
     ]
-    return "\n".join(lines)
-
-
-CHECKPOINTS = ("save", "wait", "load", "load memory", "resume data")
-
-
-def checkpoint_rows(figures: dict[str, Any], dates: dict[str, str]) -> str:
-    """Return the table of the page on checkpoints."""
-    rows = {name: row for script in scripts() for name, row in script.rows.items()}
-    names = [
-        f"checkpoint {what}"
-        for what in CHECKPOINTS
-        if "ours" in figures.get(f"checkpoint {what}", {})
-    ]
-    when = " and ".join(sorted({dates[name] for name in names}))
-    lines = [f"| measured on {when} | Hugging Face's accelerate | this package |", "|---|---|---|"]
-    for name in names:
-        cells = (
-            value(figures[name].get(package), rows[name].metric) for package in ("peer", "ours")
-        )
-        lines.append(f"| {rows[name].title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -326,9 +310,8 @@ def in_binary(number: float, unit: str) -> tuple[float, str]:
 def write() -> dict[Path, str]:
     """Return the contents of the pages and of their pictures, by file."""
     figures, dates, path, machine = measured()
-    table, ratios, seen = [], [], set()
+    table, ratios = [], []
     for script in scripts():
-        command = f"`python benchmarks/run.py --only {script.file}`"
         for name, row in script.rows.items():
             by_package = figures.get(name)
             if not by_package or "ours" not in by_package:
@@ -341,10 +324,10 @@ def write() -> dict[Path, str]:
                 raw,
                 value(peer, row.metric),
                 value(ours, row.metric),
-                "" if command in seen else command,
+                f"`{script.file}`",
             )
-            table.append(f"| {' | '.join(cells)} |")
-            seen.add(command)
+            if not LEFT_OUT.fullmatch(name):
+                table.append(f"| {' | '.join(cells)} |")
             if row.metric == "ratio" and not name.startswith(
                 ("import", "growth", "checkpoint verify")
             ):
@@ -357,16 +340,14 @@ def write() -> dict[Path, str]:
         "",
         "<!-- Written by tools/comparison.py from the JSON files of benchmarks/results. -->",
         "",
-        f"These figures were measured on {date} ({about}). The file is",
-        f"[`{path.stem}.md`](../benchmarks/results/{path.stem}.md). `make bench` measures all of them again, and",
-        "`python tools/comparison.py` writes this page. [Benchmarks](../benchmarks/README.md) describes the method.",
-        "",
+        f"These figures were measured on {date} ({about}); rows with another date are from an earlier run.",
         "*Plain PyTorch* is the same work without this package. The *peer* is Hugging Face's accelerate 1.15.0. Each",
-        "package takes turns with plain PyTorch in one process, so compare ratios, not times. The newest run did not",
-        "measure the rows with a date. `python benchmarks/failures.py` shows what happens when a process is killed,",
-        "hangs or makes another call than the others ([output](../benchmarks/results/2026-11-28-failures.md), "
+        "package takes turns with plain PyTorch in one process, so compare ratios, not times",
+        "([method](../benchmarks/README.md), [figures of one H100](../benchmarks/results/2026-11-26-h100.md)).",
+        "",
+        "What happens when a process is killed, hangs or makes another call than the others is in the output of",
+        "`python benchmarks/failures.py` ([new](../benchmarks/results/2026-11-28-failures.md),",
         "[earlier](../benchmarks/results/2026-11-25-failures.md)).",
-        "Figures of a GPU are in a page of their own ([one H100](../benchmarks/results/2026-11-26-h100.md)).",
         "",
         "## Time relative to plain PyTorch",
         "",
@@ -380,8 +361,8 @@ def write() -> dict[Path, str]:
         lines += [
             "## More ranks",
             "",
-            "The time of a training step on 2 and on 4 ranks. All ranks share the cores of the machine above, so",
-            "a step with twice the ranks takes longer. Between the lines is what this package adds or saves.",
+            "The time of a training step on 2 and on 4 ranks, which share the",
+            f"{machine['cores']} cores of the machine.",
             "",
             "![Lines: milliseconds per step on 2 and 4 ranks, by hand and with this package](images/ranks.svg)",
             "",
@@ -391,33 +372,31 @@ def write() -> dict[Path, str]:
         lines += [
             "## More parameters, samples and tensors",
             "",
-            "Time relative to plain PyTorch (the dashed line) for a step of a model with more parameters, for the",
-            "first batch of a shuffled epoch over more samples, and for a `gather` of more tensors on two ranks.",
+            "Time relative to plain PyTorch (the dashed line) for a step, for the first batch of a shuffled epoch,",
+            "and for a `gather` on two ranks.",
             "",
             "![Lines: ratios to plain PyTorch by number of parameters, samples and tensors](images/sizes.svg)",
             "",
         ]
     lines += [
-        "## All figures",
+        "## Figures",
         "",
-        "A figure with `+` is the time that a package adds to plain PyTorch. A figure with `x` is its time divided by",
-        "that of plain PyTorch. Other figures are the time or the size itself. `-` means that it was not measured. In",
-        "the names, the text after `/` or `over` is what the time is compared with, and *raw* is plain PyTorch.",
+        "`+` marks the time that a package adds to plain PyTorch, `x` its time divided by that of plain PyTorch, and",
+        "`-` what was not measured. In the names, the text after `/` or `over` is what the time is compared with, and",
+        "*raw* is plain PyTorch.",
         "",
-        "The command in the last column also measures the rows below it, up to the next command. To measure the peer,",
-        "add `--peer PYTHON`, where `PYTHON` is an interpreter with that package.",
+        "`make bench` measures all rows again. `python benchmarks/run.py --only SCRIPT --peer PYTHON` measures those",
+        "of one script, where `PYTHON` is an interpreter with the peer. The",
+        f"[files of results](../benchmarks/results/{path.stem}.md) have more rows.",
         "",
-        "| benchmark | plain PyTorch | peer | ours | command |",
+        "| benchmark | plain PyTorch | peer | ours | script |",
         "|---|---|---|---|---|",
         *table,
     ]
     pages = {PROJECT / "docs/comparison.md": "\n".join(lines) + "\n"}
-    for page, table_of in (
-        (PROJECT / "README.md", claims),
-        (PROJECT / "docs/checkpoints.md", checkpoint_rows),
-    ):
-        before, after = page.read_text().split(START)
-        pages[page] = f"{before}{START}\n\n{table_of(figures, dates)}\n\n{END}{after.split(END)[1]}"
+    readme = PROJECT / "README.md"
+    before, after = readme.read_text().split(START)
+    pages[readme] = f"{before}{START}\n\n{claims(figures, dates)}\n\n{END}{after.split(END)[1]}"
     return {**pages, **pictures}
 
 
