@@ -1413,7 +1413,7 @@ class Accelerator(RunInterface):
         return self._checkpoints.resume(signals, exit_code)
 
     def request_stop(self) -> None:
-        """Save and end the run at the next safe point, on all processes, as if SIGTERM had reached this one.
+        """Save and end the run at the next safe point, on all processes, with the exit code of a SIGTERM.
 
         Any process may call it, also in a signal handler. Before the first step it ends the process.
 

@@ -83,7 +83,7 @@ def test_what_is_saved_depends_on_the_time(seconds, saved, tmp_path):
                     time.sleep(2 - 0.3 - 0.75 * taken)
     assert stopped.value.code == 143
     names = sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir())
-    [text] = [text for text in records if "stop requested (SIGTERM)" in text]
+    [text] = [text for text in records if "stop requested by SIGTERM" in text]
     if saved is None:
         assert names == ["checkpoint_0"]
         assert "checkpoint_0" in text and "3 steps old" in text

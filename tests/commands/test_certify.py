@@ -64,6 +64,7 @@ def run(*words, command=certify):
         "--layouts ddp:2 fsdp:2xtp:2 --steps 3 train.py --steps 9 x:1",
         "--steps 3 --layouts ddp:2 fsdp:2xtp:2 train.py --steps 9 x:1",
         "train.py --steps 9 x:1 --layouts ddp:2 fsdp:2xtp:2 --steps 3",
+        "--steps 3 train.py --steps 9 x:1 --layouts ddp:2 fsdp:2xtp:2",
         "--steps=3 --layout ddp:2 fsdp:2xtp:2 -- train.py --steps 9 x:1",
     ],
 )
@@ -75,7 +76,11 @@ def test_options_stand_before_or_after_the_script(words):
 
 
 def test_a_module_and_its_arguments():
-    for words in ("-m tool.train --lr 1 --layouts tp:2", "--layouts tp:2 -m tool.train --lr 1"):
+    for words in (
+        "-m tool.train --lr 1 --layouts tp:2",
+        "--layouts tp:2 -m tool.train --lr 1",
+        "--cpu -m tool.train --lr 1 --layouts tp:2",
+    ):
         args = certify.parser().parse_args(certify._arranged(words.split()))
         assert (args.module, args.script, args.arguments) == (True, "tool.train", ["--lr", "1"])
 
@@ -133,6 +138,10 @@ def test_a_certificate_is_checked_again(folder, capsys, monkeypatch):
     assert run("--check", "certificate.yaml", "train.py", "--lr", "2") == 2
     assert "command" in capsys.readouterr().err
     assert run("--check", "certificate.yaml", "--steps", "4", "train.py", "--lr", "1") == 3
+    verdicts["ddp:2"] = "could not run"
+    capsys.readouterr()
+    assert run("train.py", "--dtype=float64", "--layouts", "ddp:2", "--output", "failed.yaml") == 2
+    assert "train.py got its arguments --dtype." in capsys.readouterr().err
 
 
 def test_a_real_run_is_certified_and_named_by_its_checkpoints(folder, capsys):

@@ -431,11 +431,13 @@ def test_the_folder_of_a_killed_launcher_is_removed_by_the_next_launch(tmp_path)
     folders = []
     for number in (signal.SIGKILL, signal.SIGTERM):
         launcher = subprocess.Popen(
-            [*COMMAND, "--cpu", "--num_processes", "2", str(script)],
-            env=clean_environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            [*COMMAND, "--cpu", "--num_processes", "2", "--stop_within", "9", str(script)],
+            env=clean_environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         folders.append(Path(launcher.stdout.readline().strip()))
         assert folders[-1].is_dir() and (len(folders) == 1 or not folders[0].exists())
         launcher.send_signal(number)
-        launcher.communicate(timeout=40)
+        _, stderr = launcher.communicate(timeout=40)
     assert not folders[1].exists()
+    # The script saves nothing on SIGTERM.
+    assert "nothing was saved" in stderr and "accelerator.resume()" in stderr

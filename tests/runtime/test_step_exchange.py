@@ -2,6 +2,7 @@
 """What the ranks exchange in a loop, where they have different numbers of batches, against a plain loop."""
 
 import contextlib
+import logging
 import math
 import os
 import signal
@@ -286,6 +287,10 @@ def test_a_signal_in_an_evaluation(kind, rank, how, ranks, tmp_path):
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["SIGTERM", "request"])
 def test_a_signal_before_the_first_step(how, tmp_path):
+    texts = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger("accelerate").addHandler(handler)
     project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project)
     model, optimizer = make()
@@ -302,3 +307,7 @@ def test_a_signal_before_the_first_step(how, tmp_path):
         time.sleep(20)
     assert stopped.value.code == 143 and time.monotonic() - begin < 10
     assert not list(tmp_path.rglob("checkpoint_*"))
+    if accelerator.is_main_process:
+        (text,) = [text for text in texts if "before the first step" in text]
+        assert ("SIGTERM" in text) == (how == "SIGTERM")
+        assert ("request_stop()" in text) == (how == "request")

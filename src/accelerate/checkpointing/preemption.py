@@ -80,7 +80,7 @@ class PreemptionWatch:
         self.receive(signal.Signals(number).name)
 
     def receive(self, name: str) -> None:
-        """Note a signal, as if it had reached this process. The first one sets the deadline."""
+        """Note a signal, or a request of the program. The first one sets the deadline."""
         exchange = self._exchange
         if exchange.received is None:
             if self._within is not None:
@@ -95,12 +95,12 @@ class PreemptionWatch:
 
     def notify(self) -> bool:
         """Let the main thread call `on_signal`, and return whether it will. This is another thread."""
-        name = self._exchange.received
-        if name is None or signal.Signals[name] not in self._former:
+        if self._exchange.received is None or not self._former:
             return False
         main = threading.main_thread().ident
         assert main is not None
-        signal.pthread_kill(main, signal.Signals[name])
+        # All have the same handler, and only the first one counts.
+        signal.pthread_kill(main, next(iter(self._former)))
         return True
 
     @property
@@ -110,7 +110,10 @@ class PreemptionWatch:
 
     @property
     def received(self) -> str | None:
-        """The name of the signal that the ranks have agreed on, or that this rank has received."""
+        """The name of the signal that the ranks have agreed on, or that this rank has received.
+
+        It is "request_stop()" where the program has called that instead.
+        """
         return self._exchange.agreed or self._exchange.received
 
     def requested(self) -> bool:

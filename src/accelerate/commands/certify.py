@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ..config.launch_settings import Settings as LaunchSettings
     from ..launchers.base import Launcher
 
-USAGE = """accelerate certify --layouts ddp:2 fsdp:2 [options] SCRIPT [arguments of the script]
-       accelerate certify SCRIPT [arguments of the script] --layouts ddp:2 fsdp:2 [options]
+USAGE = """accelerate certify [options] --layouts ddp:2 fsdp:2 [options] SCRIPT [arguments of the script]
+       accelerate certify [options] SCRIPT [arguments of the script] --layouts ddp:2 fsdp:2 [options]
        accelerate certify --check certificate.yaml"""
 _LAYOUTS = ("--layouts", "--layout")
 # Options that a certificate has a field for.
@@ -105,18 +105,15 @@ def main(argv: list[str] | None = None) -> None:
 def _arranged(words: Sequence[str]) -> list[str]:
     """The words with the options first, and all layouts as the value of one option.
 
-    A script that comes first has all arguments up to `--layouts`.
+    A script that comes before `--layouts` has all arguments up to it.
     """
     words = list(words)
     position = next((i for i, word in enumerate(words) if word in _LAYOUTS), None)
     if position is None:
         return words
-    start = 0
-    if words[0] in ("-m", "--module"):
-        start = 1
-    if not words[start].startswith("-"):
-        words = [*words[:start], *words[position:], *words[start:position]]
-        position = start
+    if parser().parse_args(words[:position]).script is not None:
+        words = [*words[position:], *words[:position]]
+        position = 0
     from ..certify.layouts import is_layout
 
     end = position + 2
@@ -131,6 +128,7 @@ def _arranged(words: Sequence[str]) -> list[str]:
 
 def _run(args: argparse.Namespace) -> int:
     from ..certify import certificate as certificates
+    from ..certify.comparison import FAILED
 
     check_writable(args.output, "--output")
     verdicts: dict[str, str] = {}
@@ -162,6 +160,14 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(certificate.as_data(), indent=1))
     code = certificate.code
+    # The script may have refused what was meant for this command.
+    options = {f"--{name}" for name in vars(args)}
+    misplaced = options.intersection(word.partition("=")[0] for word in args.arguments)
+    if code == certificates.CODES[FAILED] and misplaced:
+        messages.show(
+            f"certify: {args.script} got its arguments {', '.join(sorted(misplaced))}. Options of certify come "
+            "before the script, or after --layouts at the end"
+        )
     if args.check is None:
         certificate.write(Path(args.output))
         messages.show(f"wrote {args.output}")

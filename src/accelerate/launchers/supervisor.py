@@ -92,6 +92,8 @@ class Supervisor:
         self._shown: dict[str, int] = {}
         # The signal that ended the run, if one did.
         self.interrupted: int | None = None
+        # Whether SIGTERM has ended the run, and no process could save.
+        self._is_unsaved = False
         self._stopped_by: tuple[str, int] | None = None
         self._reported = False
         # Until when the cause of a failure may turn out to be another one: then the other ranks are stopped. How many
@@ -358,6 +360,7 @@ class Supervisor:
             saves = name == "SIGTERM" and any(
                 handles_signal(rank.popen.pid, number) for rank in self.ranks
             )
+            self._is_unsaved = name == "SIGTERM" and not saves
             self._stop(number)
             if saves:
                 seconds = self.spec.stop_within or max(SAVE_TIME, self.spec.stop_timeout)
@@ -401,7 +404,9 @@ class Supervisor:
         if name and all(rank.code == failure.end.code for rank in self.ranks):
             self._finish_streams()
             self._print(
-                [f"accelerate: all ranks have stopped on {name}; exit code {self.ranks[0].code}"]
+                [
+                    f"accelerate: all ranks stopped on request; exit code {self.ranks[0].code} ({name})"
+                ]
             )
             return failure.exit_code
         self._finish_streams(with_tracebacks=False)
@@ -441,7 +446,13 @@ class Supervisor:
             return 0
         name = signal.Signals(number).name
         self.link.interrupted(name, 128 + number)
-        self._print([f"accelerate: ended by {name}; all processes are gone"])
+        lines = [f"accelerate: ended by {name}; all processes are gone"]
+        if self._is_unsaved and self.spec.stop_within is not None:
+            lines.append(
+                "  --stop_within: no process handled the signal, so nothing was saved. Call accelerator.resume() "
+                'after prepare(), or use Accelerator(resume="auto")'
+            )
+        self._print(lines)
         return 128 + number
 
     def _finish_streams(self, with_tracebacks: bool = True) -> None:

@@ -28,6 +28,7 @@ from ..logging import MultiProcessAdapter, get_logger
 from ..runtime import marks
 from ..runtime.agreement import Process, pauses
 from ..runtime.calls import LEDGER
+from ..runtime.step_exchange import REQUEST
 
 if TYPE_CHECKING:
     from .checkpoints import RunCheckpoints
@@ -141,13 +142,13 @@ class StopController:
             ).start()
 
     def request_stop(self) -> None:
-        """Stop the run as if SIGTERM had reached this process."""
+        """Stop the run as on a signal to this process."""
         if self._watch is None:
             raise ConfigurationError(
                 "request_stop() needs accelerator.resume() or Accelerator(resume='auto') before it, on every process: "
                 "the processes agree on a step from there on"
             )
-        self._watch.receive("SIGTERM")
+        self._watch.receive(REQUEST)
 
     def _handle(self) -> None:
         """Act on a signal. The main thread may be anywhere, as in a compilation."""
@@ -258,7 +259,7 @@ class StopController:
         if self._loaders.has_stepped or name is None or not self._exchange.is_spread:
             return
         logger.warning(
-            f"stop requested ({name}) before the first step: there is nothing to save. "
+            f"stop requested by {name} before the first step: there is nothing to save. "
             f"{checkpoints.age_of_newest()}"
         )
         raise SystemExit(self._exit_code(name))
@@ -283,7 +284,7 @@ class StopController:
         least = needed * share
         if left < least:
             logger.warning(
-                f"stop requested ({name}): not saved, as {left:.1f} s are left and a save takes {least:.1f} s. "
+                f"stop requested by {name}: not saved, as {left:.1f} s are left and a save takes {least:.1f} s. "
                 f"{checkpoints.age_of_newest()}"
             )
         else:
@@ -296,7 +297,7 @@ class StopController:
                     f" without averages and unfinished gradients, as {left:.1f} s were left and a whole save takes "
                     f"{needed:.1f} s"
                 )
-            logger.warning(f"stop requested ({name}): saved {folder}{without}")
+            logger.warning(f"stop requested by {name}: saved {folder}{without}")
         checkpoints.trackers.finish()
         # A launcher stops the other ranks as soon as one has ended with an error code.
         if self.is_interrupting:
@@ -307,9 +308,11 @@ class StopController:
         raise SystemExit(self._exit_code(name))
 
     def _exit_code(self, name: str) -> int:
-        if self.exit_code is None:
-            return 128 + signal.Signals[name]
-        return self.exit_code
+        if self.exit_code is not None:
+            return self.exit_code
+        if name == REQUEST:
+            return 128 + signal.SIGTERM
+        return 128 + signal.Signals[name]
 
     # -- a deadline
 
@@ -325,7 +328,7 @@ class StopController:
                     if self._is_stopping:
                         what = "the save is not complete"
                     logger.warning(
-                        f"stop requested ({name}): the time is over, and {what}. {checkpoints.age_of_newest()}"
+                        f"stop requested by {name}: the time is over, and {what}. {checkpoints.age_of_newest()}"
                     )
                     # It may be in a collective that no other rank comes to.
                     _exit(self._exit_code(name))

@@ -50,6 +50,9 @@ _LIMIT = 1800.0
 # Seconds that the end of a process takes, and in which a rank learns of the signal of another one.
 _ENDING, _SPREAD = 0.3, 5.0
 
+# What a rank has received whose program calls `request_stop`, and its number among those of the signals.
+REQUEST, _REQUEST_NUMBER = "request_stop()", 127
+
 # The rounds in the store while all ranks make the same steps. A block in which ranks leave has rounds of its own.
 _NAME = "step"
 
@@ -64,8 +67,8 @@ class StepExchange:
         interval: the largest number of steps between two exchanges of signals.
 
     Attributes:
-        received: the name of a signal that this rank has received.
-        agreed: the name of a signal that some rank has received; all ranks know it since the same step.
+        received: the name of a signal that this rank has received, or `REQUEST`.
+        agreed: the same of some rank; all ranks know it since the same step.
         is_watching: whether `step` exchanges signals.
         is_uneven: whether the ranks are in a block that they end at different steps.
         is_busy: whether this rank is in an exchange through the store.
@@ -222,7 +225,7 @@ class StepExchange:
             if result is not None:
                 furthest, is_same, number = result
                 if is_same:
-                    self.agreed = signal.Signals(number).name
+                    self.agreed = _name(number)
                     return True
                 if position < furthest:
                     return False
@@ -270,7 +273,7 @@ class StepExchange:
     def _agree(self, number: int) -> None:
         # A rank that has left the loop cannot stop at this step.
         if number and not self._absent:
-            self.agreed = signal.Signals(number).name
+            self.agreed = _name(number)
 
     # -- unequal numbers of batches
 
@@ -381,7 +384,15 @@ class StepExchange:
 def _number(name: str | None) -> int:
     if name is None:
         return 0
+    if name == REQUEST:
+        return _REQUEST_NUMBER
     return int(signal.Signals[name])
+
+
+def _name(number: int) -> str:
+    if number == _REQUEST_NUMBER:
+        return REQUEST
+    return signal.Signals(number).name
 
 
 def _total(counts: Mapping[int, float]) -> float:
