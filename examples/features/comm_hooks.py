@@ -50,7 +50,10 @@ def main() -> None:
         difference = (parameters - exact).abs().max().item()
         rows.append((hook.value, loss, accuracy, f"{difference:.0e}", bar(loss, 1)))
         accelerator.free_memory()
-    print_table(accelerator, ("hook", "loss", "accuracy", "parameters differ by", ""), *rows)
+    names = ("hook", "loss", "accuracy", "parameters differ by", "loss as a bar")
+    print_table(accelerator, names, *rows)
+    if accelerator.num_processes == 1:
+        print("one process sends no gradients: start two, and the rows differ")
     accelerator.end_training()
 
 

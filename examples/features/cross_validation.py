@@ -55,7 +55,8 @@ def main() -> None:
         # The next fold prepares its own model.
         model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
 
-    print_table(accelerator, ("fold", "trained on", "held out", "loss", "accuracy", ""), *rows)
+    names = ("fold", "trained on", "held out", "loss", "accuracy", "accuracy as a bar")
+    print_table(accelerator, names, *rows)
     accuracy = (scores.argmax(-1) == test.tensors[1]).double().mean().item()
     accelerator.print(f"mean of the {FOLDS} models on the test images: accuracy {accuracy:.4f}")
     accelerator.end_training()

@@ -55,7 +55,7 @@ def main() -> None:
         if accelerator.check_trigger():
             break
 
-    print_table(accelerator, ("epoch", "loss", "accuracy", ""), *rows)
+    print_table(accelerator, ("epoch", "loss", "accuracy", "loss as a bar"), *rows)
     accelerator.print(f"stopped after epoch {epoch} of at most 19")
     accelerator.end_training()
 

@@ -49,11 +49,11 @@ def main() -> None:
             averaged, accuracy = evaluate(accelerator, model, test_loader)
         rows.append((epoch, loss, averaged, accuracy, bar(averaged, 1)))
 
-    print_table(accelerator, ("epoch", "loss", "averaged", "accuracy", ""), *rows)
+    names = ("epoch", "loss", "loss of the average", "its accuracy", "its loss as a bar")
+    print_table(accelerator, names, *rows)
     if args.output:
         with average.applied():
             accelerator.save_model(model, args.output)
-        accelerator.print(f"saved the average to {args.output}")
     accelerator.end_training()
 
 

@@ -30,10 +30,10 @@ def main() -> None:
     rows = []
     for digit in range(10):
         scores = [result["score"] for result in results if result["digit"] == digit]
-        rows.append(
-            (digit, len(scores), sum(scores) / max(len(scores), 1), bar(len(scores), len(results)))
-        )
-    print_table(accelerator, ("predicted digit", "images", "mean score", ""), *rows)
+        mean = sum(scores) / len(scores) if scores else "-"
+        rows.append((digit, len(scores), mean, bar(len(scores), len(results))))
+    names = ("predicted digit", "images", "mean score", "images as a bar")
+    print_table(accelerator, names, *rows)
     accelerator.print(
         f"{len(results)} predictions of {len(images)} images, by a network that has not been trained"
     )

@@ -50,11 +50,10 @@ def main() -> None:
         accelerator, row = train(interval)
         rows.append(row)
         accelerator.free_memory()
-    print_table(
-        accelerator,
-        ("steps between averages", "loss", "accuracy", "parameters differ by", ""),
-        *rows,
-    )
+    names = ("steps between averages", "loss", "accuracy", "ranks differ by", "loss as a bar")
+    print_table(accelerator, names, *rows)
+    if accelerator.num_processes == 1:
+        print("one process has nothing to average: start two, and the rows differ")
     accelerator.end_training()
 
 

@@ -4,8 +4,9 @@
     python examples/features/lora.py
     accelerate launch --num_processes 2 examples/features/lora.py --output runs/lora
 
-The network learns the digits 0 to 4. The adapter then learns all ten. Only the adapter needs gradients and optimizer
-state, and only the adapter is saved. Models of transformers take peft's layers instead: see docs/clients.md.
+The network learns the digits 0 to 4. The adapter then learns all ten, on which the table tests both. Only the adapter
+needs gradients and optimizer state, and only the adapter is saved. Models of transformers take peft's layers instead:
+see docs/clients.md.
 """
 
 import argparse
@@ -38,7 +39,8 @@ class LoRA(nn.Module):
         return self.layer(x) + x @ self.down.T @ self.up.T
 
 
-def train(accelerator, model, loader, test_loader, epochs: int, lr: float, rows: list) -> nn.Module:
+def train(accelerator, model, data, test_loader, epochs: int, lr: float, rows: list) -> nn.Module:
+    loader = DataLoader(data, 32, shuffle=True)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -48,7 +50,7 @@ def train(accelerator, model, loader, test_loader, epochs: int, lr: float, rows:
             optimizer.step()
             optimizer.zero_grad()
         loss, accuracy = evaluate(accelerator, model, test_loader)
-        rows.append((len(rows), trained, loss, accuracy, bar(accuracy, 1)))
+        rows.append((len(rows), len(data), trained, loss, accuracy, bar(accuracy, 1)))
     model = accelerator.unwrap_model(model)
     accelerator.free_memory()  # so that `prepare` takes the model again, with its new layers
     return model
@@ -67,20 +69,16 @@ def main() -> None:
     test_loader = accelerator.prepare(DataLoader(test, 128))
 
     rows: list = []
-    model = train(
-        accelerator, network(), DataLoader(few, 32, shuffle=True), test_loader, 3, 3e-3, rows
-    )
+    model = train(accelerator, network(), few, test_loader, 3, 3e-3, rows)
     model.requires_grad_(False)
-    set_seed(
-        1
-    )  # the same adapter, whatever numbers the training on this number of processes has drawn
+    # The same adapter, whatever numbers the training on this number of processes has drawn.
+    set_seed(1)
     model[4], model[6] = LoRA(model[4], rank=8), LoRA(model[6], rank=8)
     model.to(accelerator.device)
-    model = train(
-        accelerator, model, DataLoader(data, 32, shuffle=True), test_loader, 4, 1e-2, rows
-    )
+    model = train(accelerator, model, data, test_loader, 4, 1e-2, rows)
 
-    print_table(accelerator, ("epoch", "trained parameters", "loss", "accuracy", ""), *rows)
+    names = ("epoch", "images", "parameters", "test loss", "test accuracy", "accuracy as a bar")
+    print_table(accelerator, names, *rows)
     if args.output and accelerator.is_main_process:
         args.output.mkdir(parents=True, exist_ok=True)
         adapter = {

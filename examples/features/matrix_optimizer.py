@@ -52,9 +52,11 @@ class Model(nn.Module):
 
 
 def train() -> tuple[Accelerator, list[tuple[int, float]]]:
-    # Under DDP the work is shared only on request: one process alone can then not save the optimizer.
+    # Under DDP the work is shared only on request: one process alone cannot save the optimizer then.
     register_matrix_optimizer(torch.optim.Muon)
-    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
+    accelerator = Accelerator(
+        exact=True, dataloader_config=DataLoaderConfiguration(split_batches=True)
+    )
     set_seed(0)
     text = (inspect.getsource(string) + inspect.getsource(textwrap)).encode()
     rows = torch.tensor(list(text)).unfold(0, LENGTH + 1, LENGTH)

@@ -54,7 +54,7 @@ def main() -> None:
             right / confusion[digit].sum().item(),
         )
         rows.append((digit, confusion[digit].sum().item(), precision, recall, bar(recall, 1)))
-    print_table(accelerator, ("digit", "images", "precision", "recall", ""), *rows)
+    print_table(accelerator, ("digit", "images", "precision", "recall", "recall as a bar"), *rows)
     accelerator.print(f"{confusion.trace().item()} of {confusion.sum().item()} images are right")
     accelerator.end_training()
 

@@ -52,7 +52,7 @@ def main() -> None:
     rows = [(event.key, event.count, round(event.cpu_time_total), event) for event in operators]
     slowest = max(row[2] for row in rows)
     table = [(name, count, micros, bar(micros, slowest)) for name, count, micros, _ in rows]
-    print_table(accelerator, ("operator", "calls", "microseconds", ""), *table)
+    print_table(accelerator, ("operator", "calls", "microseconds", "time as a bar"), *table)
     accelerator.print(f"open {args.output}/profile_0.json at https://ui.perfetto.dev")
     accelerator.end_training()
 

@@ -78,7 +78,8 @@ def main() -> None:
         loss, accuracy = evaluate(accelerator, model, test_loader)
         history.rows.append([epoch, history.step, loss, accuracy, bar(loss, 1)])
 
-    print_table(accelerator, ("epoch", "step", "loss", "accuracy", ""), *history.rows)
+    names = ("epoch", "step", "loss", "accuracy", "loss as a bar")
+    print_table(accelerator, names, *history.rows)
     accelerator.end_training()
 
 

@@ -88,7 +88,7 @@ def main() -> None:
             optimizer.zero_grad()
         loss, accuracy = evaluate(accelerator, model, test_loader)
         rows.append((epoch, loss, accuracy, bar(loss, 2)))
-    print_table(accelerator, ("epoch", "loss", "accuracy", ""), *rows)
+    print_table(accelerator, ("epoch", "loss", "accuracy", "loss as a bar"), *rows)
     accelerator.end_training()
 
 

@@ -58,7 +58,7 @@ def main() -> None:
         rows = [
             (x["epoch"], x["test/loss"], x["test/accuracy"], bar(x["test/loss"], 1)) for x in lines
         ]
-        print_table(accelerator, ("epoch", "loss", "accuracy", ""), *rows)
+        print_table(accelerator, ("epoch", "loss", "accuracy", "loss as a bar"), *rows)
 
 
 if __name__ == "__main__":

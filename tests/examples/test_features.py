@@ -22,6 +22,7 @@ EXACT = [
     "ema",
     "gradient_weights",
     "inference",
+    "matrix_optimizer",
     "metrics",
     "packed",
     "text_classification",
@@ -52,7 +53,7 @@ def with_digits(path, *arguments):
 @pytest.mark.parametrize("name", EXACT)
 def test_two_processes_print_the_table_of_one(table, name):
     one = table(name, 1)
-    assert len(one) >= 5
+    assert len(one) >= 3
     assert table(name, 2) == one
 
 
@@ -79,8 +80,8 @@ def test_lora(table, tmp_path):
     one = table("lora", 1)
     assert table("lora", 2, "--output", tmp_path) == one
     full, adapted = one[3].split(), one[-1].split()
-    assert int(adapted[1]) < int(full[1]) / 2
-    assert float(adapted[3]) > 0.8 > float(full[3])
+    assert int(adapted[2]) < int(full[2]) / 2
+    assert float(adapted[4]) > 0.8 > float(full[4])
     assert (tmp_path / "adapter.safetensors").stat().st_size < 20_000
 
 
