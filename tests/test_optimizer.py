@@ -2,11 +2,15 @@
 """The prepared optimizer: it steps when a window ends, and is otherwise the optimizer inside."""
 
 import copy
+import math
 import pickle
 
 import pytest
 import torch
+from states import reset_states
 
+from accelerate import Accelerator
+from accelerate.config.precision import GradScalerKwargs
 from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
@@ -115,6 +119,52 @@ def test_a_step_on_infinite_gradients_is_left_out_and_said():
     assert not optimizer.step_was_skipped
     assert torch.equal(weight, torch.full((3,), 0.5))
     assert scaler.get_scale() == 4.0
+
+
+# By step: the factors of both losses, whether gradients are clipped, and which optimizers step.
+SCALED_STEPS = [
+    ((1.0, 1.0), False, (0, 1)),
+    ((math.inf, 1.0), False, (0, 1)),
+    ((1.0, 1.0), True, (0, 1)),
+    ((math.inf, math.inf), True, (0, 1)),
+    ((1.0, 1.0), False, (0,)),
+    ((1.0, 1.0), True, (1,)),
+    ((1.0, 1.0), False, (0, 1)),
+]
+
+
+def test_several_optimizers_step_with_one_scale():
+    """The scale of fp16 is updated once for all, as in a plain loop; each says whether its step was skipped."""
+    scaling = {"init_scale": 4.0, "growth_interval": 1}
+    plain = torch.amp.GradScaler("cpu", **scaling)
+    reset_states()
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(**scaling)]
+    )
+    expected = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    plain_optimizers = [torch.optim.SGD([weight], lr=0.25) for weight in expected]
+    optimizers = accelerator.prepare(*(torch.optim.SGD([weight], lr=0.25) for weight in weights))
+    for factors, clips, stepping in SCALED_STEPS:
+        loss = sum(factor * w.sum() for factor, w in zip(factors, expected, strict=True))
+        plain.scale(loss).backward()
+        loss = sum(factor * w.sum() for factor, w in zip(factors, weights, strict=True))
+        accelerator.backward(loss)
+        if clips:
+            for number in stepping:
+                plain.unscale_(plain_optimizers[number])
+                torch.nn.utils.clip_grad_norm_(expected[number], 0.5)
+                accelerator.clip_grad_norm_(weights[number], 0.5)
+        for number in stepping:
+            plain.step(plain_optimizers[number])
+            optimizers[number].step()
+            assert optimizers[number].step_was_skipped == math.isinf(factors[number])
+        plain.update()
+        for optimizer in (*plain_optimizers, *optimizers):
+            optimizer.zero_grad()
+        torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+        if len(stepping) == 2:
+            assert accelerator.scaler.get_scale() == plain.get_scale()
 
 
 def test_schedulers_see_its_steps():

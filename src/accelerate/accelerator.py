@@ -902,6 +902,7 @@ class Accelerator(RunInterface):
         """
         for observer in self._loop.active:
             observer.before_backward(loss)
+        self._loop.update_scale()
         window = self._accumulation
         window.weight = 1.0
         if self._weights is not None:

@@ -14,6 +14,7 @@ from .core.objects import computed, forwarded
 from .core.observers import NO_LOOP, RunLoop
 from .core.trees import send_to_device
 from .state import AcceleratorState, GradientState
+from .torch_internals.grad_scaler import SCALER_CHECKS, has_overflowed
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -38,6 +39,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     loop: RunLoop = NO_LOOP
     left_out: int = 0  # steps in a row
     stepped_in: int = -1  # the accumulation window of its last step
+    awaits_scale: bool = False  # it has stepped since the loss scale was updated
 
     def __init__(
         self,
@@ -145,8 +147,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             if self.scaler is not None:
                 # This step ends for the scaler too.
                 self.unscale()
-                self.scaler.update()
                 self._unscaled = False
+                self.loop.after_scaled_step(self)
         elif self.scaler is None:
             self._is_overflow = False
             if closure is None:
@@ -162,20 +164,26 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
         scaler: Any = self.scaler
+        if self.awaits_scale:
+            self.loop.update_scale()
         before = scaler.get_scale()
         if closure is None:
             result = scaler.step(self.optimizer)
         else:
             result = scaler.step(self.optimizer, closure)
-        scaler.update()
-        # The scale is reduced exactly when gradients were not finite and the step was skipped.
-        self._is_overflow = scaler.get_scale() < before
+        self._is_overflow = has_overflowed(scaler, self.optimizer)
         self._unscaled = False
+        self.loop.after_scaled_step(self)
+        if not SCALER_CHECKS.is_on:
+            # The scale is reduced exactly when gradients were not finite and the step was skipped.
+            self._is_overflow = scaler.get_scale() < before
         return result
 
     def unscale(self) -> None:
         """Divide the gradients by the loss scale. Further calls before the next step do nothing."""
         if self.scaler is not None and not self._unscaled:
+            if self.awaits_scale:
+                self.loop.update_scale()
             self.scaler.unscale_(self.optimizer)
             self._unscaled = True
 

@@ -4,8 +4,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import compare, compare_state, sized, units_of
-from newton_schulz import Orthogonal
+from layouts import compare, compare_state
+from newton_schulz import WIDTH, Model, Orthogonal, batches, loss_of, make, shapes, start
 from rank_pool import on_ranks
 from states import reset_states
 from torch import nn
@@ -17,62 +17,7 @@ from accelerate.parallel import matrices
 from accelerate.parallel.matrices import assign, register_matrix_optimizer, shared_step_of
 
 pytestmark = pytest.mark.usefixtures("float64")
-WIDTH, STEPS, BATCH = 8, 4, 8
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 12)
-        self.down = nn.Linear(12, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.odd = nn.Linear(WIDTH, 5)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.odd(x))
-
-
-def shapes(parameter, group):
-    """Element by element in groups with `aux`."""
-    if group["aux"]:
-        return None
-    return parameter.shape
-
-
-def make(seed=0, mixed=True):
-    """(model, optimizers): one optimizer with groups of both kinds, or one of each kind."""
-    torch.manual_seed(seed)
-    model = Model()
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    vectors = [p for p in model.parameters() if p.ndim == 1]
-    if mixed:
-        groups = [
-            {"params": matrices[:3]},
-            {"params": vectors, "lr": 0.01, "aux": True},
-            {"params": matrices[3:], "momentum": 0.8},
-        ]
-        return model, [Orthogonal(groups)]
-    return model, [Orthogonal(matrices), torch.optim.AdamW(vectors, lr=0.01)]
-
-
-def batches(steps=STEPS):
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(BATCH, WIDTH, generator=generator) for _ in range(steps)]
-
-
-def loss_of(model, x):
-    return (model(x) - x[:, :3].cos()).square().mean()
+STEPS = 4
 
 
 def plain(steps=STEPS, mixed=True, window=1, clip=None):
@@ -109,25 +54,6 @@ def train(accelerator, model, optimizers, data, clip=None):
 
 def full_state(accelerator, model, optimizer):
     return accelerator.prepared_model(model).prepared_optimizer(optimizer).state_dict()
-
-
-def start(layout, **options):
-    reset_states()
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-    layouts = {
-        "one": {},
-        "ddp": {},
-        "fsdp": {"fsdp_plugin": units_of("Block")},
-        "fsdp whole": sized(dp_shard_size=world),
-        "fsdp full": {"fsdp_plugin": units_of("Block", state_dict_type="FULL_STATE_DICT")},
-        "tp": sized(plan if world > 1 else None, tp_size=world),
-        "hsdp": sized(dp_replicate_size=2, dp_shard_size=2),
-        "fsdp x tp": sized(plan, dp_shard_size=2, tp_size=2),
-        "pp": sized(pp_size=2, dp_replicate_size=max(world // 2, 1)),
-        "pp x fsdp": sized(pp_size=2, dp_shard_size=max(world // 2, 1)),
-    }
-    return Accelerator(cpu=True, **layouts[layout], **options)
 
 
 class Traffic:

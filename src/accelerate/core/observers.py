@@ -131,6 +131,13 @@ class RunLoop:
             observer.before_step(optimizer, closure)
         return True
 
+    def after_scaled_step(self, optimizer: Any) -> None:
+        """An optimizer has stepped through the gradient scaler, or skipped that step: update the scale."""
+        optimizer.scaler.update()
+
+    def update_scale(self) -> None:
+        """Update the loss scale, if an optimizer has stepped since the last update."""
+
     def weighted(self, loss: Any) -> Any:
         """The loss that a closure returns, with the weight of this rank in the mean over all."""
         return loss

@@ -472,6 +472,7 @@ class RunCheckpoints:
         `is_brief`: without averages and the gradients of an unfinished window.
         """
         objects = self.objects
+        self.loop.update_scale()
         gradients = None
         averages: list[Any] = []
         if not is_brief:

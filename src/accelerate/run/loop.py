@@ -16,6 +16,7 @@ from ..optimizer import AcceleratedOptimizer
 from ..parallel.base import Strategy
 from ..parallel.items import ItemWindow
 from ..runtime.step_exchange import StepExchange
+from ..torch_internals.grad_scaler import SCALER_CHECKS
 from .accumulation import Accumulation
 from .batch_weights import BatchWeights
 from .checkpoints import ResumeController
@@ -160,6 +161,37 @@ class MainLoop(RunLoop):
             return True
         self._guard.check_closure(closure)
         return not self._guard.leaves_out(optimizer)
+
+    def after_scaled_step(self, optimizer: AcceleratedOptimizer) -> None:
+        """Update the loss scale after the last optimizer of the step, since the gradients of all have the same one.
+
+        If some of them do not step, it is updated before the next backward.
+        """
+        optimizer.awaits_scale = True
+        if SCALER_CHECKS.is_on:
+            for other in self._scaled_optimizers():
+                if not other.awaits_scale:
+                    return
+        optimizer.awaits_scale = False
+        for other in self._scaled_optimizers():
+            other.awaits_scale = False
+        super().after_scaled_step(optimizer)
+
+    def update_scale(self) -> None:
+        """Update the loss scale, if an optimizer has stepped since the last update."""
+        if self.strategy.precision.scaler is None:
+            return
+        waiting = [other for other in self._scaled_optimizers() if other.awaits_scale]
+        for other in waiting:
+            other.awaits_scale = False
+        if waiting:
+            super().after_scaled_step(waiting[0])
+
+    def _scaled_optimizers(self) -> list[AcceleratedOptimizer]:
+        objects = self._objects()
+        if objects is None:
+            return []
+        return [optimizer for optimizer in objects.optimizers if optimizer.scaler is not None]
 
     def weighted(self, loss: Any) -> Any:
         """The loss that a closure returns, times the weight that its backward had."""

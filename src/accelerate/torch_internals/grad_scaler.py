@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another way to unscale gradients, inside of torch's gradient scaler."""
+"""Another way to unscale gradients, inside of torch's gradient scaler, and whether it has skipped a step."""
 
 from __future__ import annotations
 
@@ -16,6 +16,23 @@ GRAD_SCALER = Internal(
     without="torch's scaler fails for a mixture of plain tensors and DTensors",
     test="tests/torch_internals/test_grad_scaler.py::test_gradients_are_unscaled_by_the_subclass",
 )
+
+SCALER_CHECKS = Internal(
+    name="scaler_checks",
+    what="GradScaler._per_optimizer_states",
+    versions="2.11 to 2.14",
+    upstream="not reported",
+    needed_by="mixed_precision='fp16' with several optimizers, such as Muon and AdamW: the scale is updated once, "
+    "after the last of them, and each says whether its step was skipped",
+    without="the gradients of the second optimizer are divided by the scale twice, if they were clipped",
+    test="tests/torch_internals/test_grad_scaler.py::test_an_overflow_is_that_of_one_optimizer",
+)
+
+
+def has_overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a scaler has found gradients of an optimizer that are not finite, since the last update of its scale."""
+    checks = scaler._per_optimizer_states.get(id(optimizer), {})
+    return any(bool(flag) for flag in checks.get("found_inf_per_device", {}).values())
 
 
 class UnscalingScaler(torch.amp.GradScaler):
