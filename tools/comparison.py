@@ -87,8 +87,8 @@ SITUATIONS = (
 )
 # Rows that are not in the table of the page: variants of others, and those that its pictures show.
 LEFT_OUT = re.compile(
-    r"telemetry.* twice without|telemetry both|telemetry of given batches|device map: (.*split|nested).*"
-    r"|device map: .* all|growth: .*|.*, 4 ranks|loader: .* batch 8"
+    r"telemetry.* twice without|telemetry both|telemetry of given batches|import a name|growth: .*|.*, 4 ranks"
+    r"|big model (written|memory)|device map: (.*split|nested|.* all).*|loader: .* batch 8"
 )
 # Where a reader of the README finds more.
 MORE = (
@@ -324,7 +324,6 @@ def write() -> dict[Path, str]:
                 raw,
                 value(peer, row.metric),
                 value(ours, row.metric),
-                f"`{script.file}`",
             )
             if not LEFT_OUT.fullmatch(name):
                 table.append(f"| {' | '.join(cells)} |")
@@ -342,12 +341,11 @@ def write() -> dict[Path, str]:
         "",
         f"These figures were measured on {date} ({about}); rows with another date are from an earlier run.",
         "*Plain PyTorch* is the same work without this package. The *peer* is Hugging Face's accelerate 1.15.0. Each",
-        "package takes turns with plain PyTorch in one process, so compare ratios, not times",
-        "([method](../benchmarks/README.md), [figures of one H100](../benchmarks/results/2026-11-26-h100.md)).",
+        "package takes turns with plain PyTorch in one process, so compare ratios, not times.",
         "",
-        "What happens when a process is killed, hangs or makes another call than the others is in the output of",
-        "`python benchmarks/failures.py` ([new](../benchmarks/results/2026-11-28-failures.md),",
-        "[earlier](../benchmarks/results/2026-11-25-failures.md)).",
+        "Other pages have the [figures of one H100](../benchmarks/results/2026-11-26-h100.md), and",
+        "[what happens](../benchmarks/results/2026-11-28-failures.md) when a process is killed, hangs or",
+        "makes another call than the others ([earlier](../benchmarks/results/2026-11-25-failures.md)).",
         "",
         "## Time relative to plain PyTorch",
         "",
@@ -385,12 +383,11 @@ def write() -> dict[Path, str]:
         "`-` what was not measured. In the names, the text after `/` or `over` is what the time is compared with, and",
         "*raw* is plain PyTorch.",
         "",
-        "`make bench` measures all rows again. `python benchmarks/run.py --only SCRIPT --peer PYTHON` measures those",
-        "of one script, where `PYTHON` is an interpreter with the peer. The",
-        f"[files of results](../benchmarks/results/{path.stem}.md) have more rows.",
+        "`make bench` measures all rows again ([method](../benchmarks/README.md)). The",
+        f"[files of results](../benchmarks/results/{path.stem}.md) have more rows, and the targets.",
         "",
-        "| benchmark | plain PyTorch | peer | ours | script |",
-        "|---|---|---|---|---|",
+        "| benchmark | plain PyTorch | peer | ours |",
+        "|---|---|---|---|",
         *table,
     ]
     pages = {PROJECT / "docs/comparison.md": "\n".join(lines) + "\n"}

@@ -1435,6 +1435,11 @@ class Accelerator(RunInterface):
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Include objects in `save_state` and `load_state`.
 
+        A `state_dict()` may contain numbers, strings, bytes, lists, tuples, namedtuples, dicts with any plain keys,
+        sets, deques, counters, enums, dates and times (without a time zone, or with a fixed offset), paths, tensors,
+        and NumPy arrays and scalars of numbers, times or text. Each value is restored with its type; namedtuples
+        without a call of their constructor. Objects are loaded before load hooks run, and before models.
+
         Args:
             objects: objects with `state_dict` and `load_state_dict`.
 
@@ -1448,7 +1453,8 @@ class Accelerator(RunInterface):
         """Register a hook that is called before `save_state` writes.
 
         Args:
-            hook: `hook(models, weights, output_dir)`. It may change the list `weights`.
+            hook: `hook(models, weights, output_dir)`. It may change the list `weights`. Under DDP and FSDP1, `models`
+                are those given to `prepare`, and elsewhere those that it returned.
 
         Returns:
             A handle whose `remove()` removes the hook.
@@ -1459,7 +1465,8 @@ class Accelerator(RunInterface):
         """Register a hook that is called before `load_state` loads.
 
         Args:
-            hook: `hook(models, input_dir)`. Models that it removes from the list are not loaded.
+            hook: `hook(models, input_dir)`. Models that it removes from the list are not loaded, nor compared with
+                the checkpoint. All else is compared before. The models are those of `register_save_state_pre_hook`.
 
         Returns:
             A handle whose `remove()` removes the hook.
