@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the summary says about runs with one planted cause each, and that it blames nobody where there is none."""
 
+import io
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from planted_runs import START, write_lines
+from rich.console import Console
 
+from accelerate.commands import report
 from accelerate.monitor.run import open_runs
-from accelerate.monitor.sentences import advice, sentences
+from accelerate.monitor.sentences import sentences
 from accelerate.monitor.summary import summarize
+from accelerate.monitor.terminal import picture
+from accelerate.monitor.verdict import LIMITS, advice, verdict
 from accelerate.telemetry.records import (
     FLAG_FIRST,
     PHASES,
@@ -67,17 +73,22 @@ def write(folder, rank, ranks, records):
     path.write_bytes(header + records.tobytes())
 
 
-def summary_of(folder):
+def opened(folder):
     (run,) = open_runs([str(folder)])
     run.refresh()
-    found = summarize(run)
+    return run
+
+
+def summary_of(folder):
+    found = summarize(opened(folder))
     json.dumps(sentences(found) + advice(found))
     return found
 
 
 def text_of(folder):
     found = summary_of(folder)
-    return "\n".join([*sentences(found), *advice(found)]).replace("\u00a0", " ")
+    texts = [*sentences(found), *verdict(found).lines().values(), *advice(found)]
+    return "\n".join(dict.fromkeys(texts)).replace("\u00a0", " ")
 
 
 def slower(rank, phase, seconds, start=0, stop=None):
@@ -119,7 +130,7 @@ def test_slow_ranks_of_one_machine_are_one_sentence(tmp_path):
     assert text.count("slow in") == 1
     assert re.search(r"Ranks 4-7 on node1 .*slow in 100 % .*\(from 1 to 1,000\)", text)
     assert "wait 30 ms a step" in text
-    assert re.search("Ranks 4-7 .*forward pass: .*node1", text)
+    assert "temperature of node1, on which ranks 4-7 ran" in text
 
 
 def test_one_slow_rank_of_256(tmp_path):
@@ -137,12 +148,13 @@ def test_a_rank_that_is_slow_for_a_minute_of_an_hour(tmp_path):
     )
 
 
-def test_ranks_that_alternate_are_not_slow_ranks(tmp_path):
-    def edit(found, _):
-        for rank in (0, 1):
-            found[rank]["forward"][rank::2] += 0.04
+def alternating(found, _):
+    for rank in (0, 1):
+        found[rank]["forward"][rank::2] += 0.04
 
-    planted(tmp_path, edit, ranks=2)
+
+def test_ranks_that_alternate_are_not_slow_ranks(tmp_path):
+    planted(tmp_path, alternating, ranks=2)
     found = summary_of(tmp_path)
     assert found.stragglers == () and found.waiting == pytest.approx(0.02 / 0.14, rel=0.15)
     text = text_of(tmp_path)
@@ -213,20 +225,24 @@ def test_a_first_step_and_three_steps_are_no_slow_rank(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("phase", "seconds", "every", "advice"),
+    ("phase", "seconds", "every", "limit", "remedy"),
     [
-        ("data", 0.08, 1, "waiting for the data loader: raise `num_workers`"),
-        ("data", 0.5, 8, "waiting for the data loader: raise `num_workers`"),
-        ("communication", 0.08, 1, "accumulate gradients over more batches"),
-        ("optimizer", 0.08, 1, "use the fused variant of the optimizer"),
-        ("checkpoint", 5.0, 100, "saving checkpoints: save less often"),
+        ("data", 0.08, 1, "input", "`num_workers`"),
+        ("data", 0.5, 8, "input", "`num_workers`"),
+        ("transfer", 0.08, 1, "input", "`pin_memory=True`"),
+        ("communication", 0.08, 1, "communication", "Accumulate gradients"),
+        ("optimizer", 0.08, 1, "optimizer", "`fused=True`"),
+        ("checkpoint", 5.0, 100, "saving", "`save_state(blocking=False)`"),
     ],
 )
-def test_where_the_time_goes_on_all_ranks(tmp_path, phase, seconds, every, advice):
+def test_where_the_time_goes_on_all_ranks(tmp_path, phase, seconds, every, limit, remedy):
     planted(tmp_path, everywhere(phase, seconds, every - 1, None, every))
     found, text = summary_of(tmp_path), text_of(tmp_path)
     assert max(found.shares, key=found.shares.get) == phase or phase == "checkpoint"
-    assert advice in text and text.count(" of the time is ") == 1
+    found_limit = verdict(found)
+    assert found_limit.limit == limit and remedy in found_limit.next_step
+    assert found_limit.share == pytest.approx(found.usual_shares[phase])
+    assert text.count(" of the time is ") == 1 and advice(found) == []
     assert found.stragglers == () and found.period is None and "temperature" not in text
     # The rate is that of the time, with what is rare.
     assert found.throughput == pytest.approx(4 * 32 / found.seconds, rel=0.01)
@@ -351,7 +367,9 @@ def test_a_loss_that_rises(tmp_path):
 def test_skipped_steps(tmp_path):
     planted(tmp_path, slower_all(lambda records: records["flags"].__setitem__(3, 1)))
     text = text_of(tmp_path)
-    assert "1 step was skipped because fp16 gradients overflowed." in text and "bf16" not in text
+    assert (
+        "1 step was skipped because fp16 gradients overflowed." in text and "init_scale" not in text
+    )
 
 
 def test_hangs_and_missing_memory_come_first(tmp_path):
@@ -376,3 +394,106 @@ def test_hangs_and_missing_memory_come_first(tmp_path):
         "Rank 2 ran out of memory.",
     ]
     assert any("accelerate plan" in text for text in advice(found))
+    # After the last step: the first of them has stopped the run.
+    assert verdict(found).limit == "hang" and verdict(found).evidence == sentences(found)[0]
+    # A run that goes on is limited by something else.
+    for rank in range(4):
+        again = records[rank].copy()
+        again["step"] += 1000
+        again["time"] += after
+        write(tmp_path, rank, 4, np.concatenate([records[rank], again]))
+    assert verdict(summary_of(tmp_path)).limit != "hang"
+
+
+def out_of_memory(folder):
+    records = planted(folder)
+    after = float(records[0]["time"][-1]) + 1
+    write_lines(events_file(folder, 2), {"time": after, "event": "out_of_memory", "message": ""})
+
+
+def between_phases(folder):
+    for rank, records in enumerate(planted(folder)):
+        records["seconds"] += 0.08
+        records["time"] += 0.08 * np.arange(len(records))
+        write(folder, rank, 4, records)
+
+
+def evaluations(folder):
+    records = planted(folder)
+    begin = float(records[0]["time"][-1])
+    write_lines(
+        events_file(folder, 0),
+        {"time": begin, "event": "evaluation_begin", "step": 1000},
+        {"time": begin + 60, "event": "evaluation_end", "step": 1000},
+    )
+
+
+# Recorded runs, and for each the verdict, figures that its evidence has, and what is to be tried.
+VERDICTS = {
+    "memory": (out_of_memory, "rank 2|Rank 2", "smaller batches"),
+    "slow_rank": (
+        lambda folder: planted(folder, slower(2, "forward", 0.03)),
+        "Rank 2 on node0 .*of which 30 ms in the forward pass",
+        "temperature of node0",
+    ),
+    "uneven_ranks": (
+        lambda folder: planted(folder, alternating, ranks=2),
+        "about 14 % of the time",
+        "samples of similar length",
+    ),
+    "script": (
+        between_phases,
+        "% of the time is the script's own code",
+        "`.item\\(\\)`",
+    ),
+    "idle": (evaluations, "One evaluation took 1 min 0 s more", "Evaluate less often"),
+    "warm_up": (
+        lambda folder: planted(folder, everywhere("forward", 30, 0, 1), steps=200),
+        "Step 1 was slow: 30.* s",
+        "later steps",
+    ),
+    "slow_steps": (
+        lambda folder: planted(folder, everywhere("forward", 0.3, 450, 550)),
+        "Steps 4.. to 5.. were slow",
+        "what else ran on these machines",
+    ),
+    "computation": (
+        planted,
+        "8. % of the time is the backward pass .5. %., the forward pass .2. %., the optimizer",
+        "profile 10:12",
+    ),
+    "nothing": (
+        lambda folder: planted(folder, data=0.013, communication=0.02),
+        "Computation takes 7. % of the time",
+        "profile 10:12",
+    ),
+}
+
+
+@pytest.mark.parametrize("limit", VERDICTS)
+def test_the_verdict_is_what_costs_most(tmp_path, limit, capsys):
+    plant, evidence, next_step = VERDICTS[limit]
+    plant(tmp_path)
+    found = verdict(summary_of(tmp_path))
+    assert found.limit == limit
+    assert re.search(evidence, found.evidence.replace("\u00a0", " "))
+    assert re.search(next_step, found.next_step)
+    assert found.next_step not in advice(summary_of(tmp_path))
+    # The report and the terminal have the three lines, each once.
+    report.main([str(tmp_path)])
+    printed = capsys.readouterr().out
+    lines = {label: text.replace("\u00a0", " ") for label, text in found.lines().items()}
+    assert [printed.count(f"- {label}: {text}\n") for label, text in lines.items()] == [1] * 3
+    console = Console(width=200, file=io.StringIO())
+    console.print(picture(opened(tmp_path), 200))
+    shown = " ".join(console.file.getvalue().split())
+    for label, text in lines.items():
+        assert shown.count(f"{label}: {text}".replace("`", "")) == 1
+
+
+def test_each_limit_has_a_recorded_run_and_a_row_of_the_guide():
+    parameters = test_where_the_time_goes_on_all_ranks.pytestmark[0].args[1]
+    assert {*VERDICTS, *(row[3] for row in parameters), "hang"} == set(LIMITS)
+    guide = (Path(__file__).parents[2] / "docs" / "slow.md").read_text()
+    for headline in LIMITS.values():
+        assert headline.format(ranks="Rank 3 limits") in guide

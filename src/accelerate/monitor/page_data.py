@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from .run import Run
-from .sentences import advice, sentences
+from .sentences import sentences
 from .summary import Summary
+from .verdict import advice, verdict
 from .view import ALL_PHASES, View, heat_rows
 
 _MOST_EVENTS = 400
@@ -46,7 +47,12 @@ def run_data(run: Run, shown: View, summary: Summary) -> dict[str, Any]:
         "ranks": ranks,
         "notes": run.notes(),
         "events": grouped_events(run),
-        "summary": {**asdict(summary), "sentences": sentences(summary), "advice": advice(summary)},
+        "summary": {
+            **asdict(summary),
+            "verdict": asdict(verdict(summary)),
+            "sentences": sentences(summary),
+            "advice": advice(summary),
+        },
         "width": shown.width,
         "x": shown.x,
         "unit": shown.unit,

@@ -13,8 +13,9 @@ from importlib import resources
 from .goodput import BADPUT
 from .page_data import grouped_events, packed, plain, run_data
 from .run import Run
-from .sentences import advice, duration, sentences
+from .sentences import duration, sentences
 from .summary import summarize
+from .verdict import advice, verdict
 from .view import view
 
 # Buckets of the charts: a zoom into a report has no finer ones.
@@ -55,10 +56,14 @@ def markdown(run: Run) -> str:
         ended = f"last step {_date(run.last_time)}, "
     state = f"{ended}{'ended' if run.has_ended else 'not ended'}, {_escaped(str(run.folder))}"
     lines = [f"# {_escaped(run.name)}", "", state, ""]
-    lines += [f"- {_escaped(text)}" for text in [*run.notes(), *sentences(summary)]]
+    finding = verdict(summary)
+    lines += [f"- {label}: {_escaped(text)}" for label, text in finding.lines().items()]
+    lines += ["", "## Summary", ""]
+    texts = [*run.notes(), *sentences(summary)]
+    lines += [f"- {_escaped(text)}" for text in texts if text != finding.evidence]
     tips = advice(summary)
     if tips:
-        lines += ["", "## What to try", "", *(f"- {_escaped(text)}" for text in tips)]
+        lines += ["", "## What else to try", "", *(f"- {_escaped(text)}" for text in tips)]
     if summary.shares:
         lines += [
             "",

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The summary of a run in words: where the time went, what stands out, and what to try."""
+"""The summary of a run in words: where the time went, and what stands out."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..core.objects import ranks_in_words, size_of
 from .goodput import BADPUT, Goodput
 from .slow_ranks import Straggler
-from .summary import Summary
+from .summary import Incident, Period, Summary
 from .view import WINDOW
 
 # How sentences about what stands out begin.
@@ -26,101 +26,106 @@ WORDS = {
     "checkpoint": "saving checkpoints",
     "other": "the script's own code between these phases",
 }
-# phase -> the share of the time from which on there is something to try, and what.
-REMEDIES = {
-    "data": (
-        0.15,
-        "raise `num_workers` of the DataLoader, or move preprocessing out of the training loop",
-    ),
-    "transfer": (0.1, "use `pin_memory=True` and `DataLoaderConfiguration(non_blocking=True)`"),
-    "communication": (
-        0.25,
-        "accumulate gradients over more batches, compress them (`DistributedDataParallelKwargs(comm_hook=...)`), or "
-        "compare layouts with `accelerate plan`",
-    ),
-    "optimizer": (0.2, "use the fused variant of the optimizer (`fused=True`)"),
-    "checkpoint": (0.1, "save less often, or with `save_state(blocking=False)`"),
-    "other": (
-        0.2,
-        "look for `.item()`, printing and logging at every step, and profile with `accelerator.profile()`",
-    ),
-}
 _MOST_GROUPS = 8
 
 
 def sentences(summary: Summary) -> list[str]:
     """Where the time went, and what stands out."""
+    incidents = [incident_sentence(incident) for incident in summary.incidents]
     if not summary.last:
-        return [*_incidents(summary), "No steps are recorded: `--telemetry` records them."]
-    lines = [*_incidents(summary), _first_sentence(summary)]
+        return [*incidents, "No steps are recorded: `--telemetry` records them."]
+    lines = [*incidents, _first_sentence(summary)]
     if math.isfinite(summary.flops):
         has_peak = math.isfinite(summary.utilization)
         if has_peak:
-            of_peak = f", {_percent(summary.utilization)} of its peak (MFU)"
+            of_peak = f", {percent(summary.utilization)} of its peak (MFU)"
         else:
             of_peak = ""
         lines.append(f"Each device computes {_flops(summary.flops)} for the model{of_peak}.")
-    phases = sorted(
-        ((share, phase) for phase, share in summary.shares.items() if share >= 0.01), reverse=True
-    )
+    phases = shares_in_words(summary.shares)
     if phases:
-        parts = ", ".join(f"{WORDS[phase]} ({_percent(share)})" for share, phase in phases)
-        lines.append(f"The time went into {parts}.")
+        lines.append(f"The time went into {phases}.")
     if summary.waiting >= 0.05 and summary.steps >= WINDOW:
-        lines.append(
-            f"In about {_percent(summary.waiting)} of the time ranks wait for the slowest one, most of it inside the "
-            "backward pass and communication."
-        )
-    groups = _groups(summary.stragglers)
-    lines += [_slow_sentence(group) for group in groups[:_MOST_GROUPS]]
+        lines.append(waiting_sentence(summary))
+    groups = groups_of(summary.stragglers)
+    lines += [slow_sentence(group) for group in groups[:_MOST_GROUPS]]
     if len(groups) > _MOST_GROUPS:
         lines.append(f"{sum(map(len, groups[_MOST_GROUPS:]))} other ranks were slow too.")
     if summary.ranks > 1 and not groups and summary.steps >= WINDOW:
         lines.append("No rank stands out as slow.")
-    period = summary.period
-    if period:
-        several = period.last > period.first
-        if several:
-            which = f"Steps {period.first:,} to {period.last:,} were"
-        else:
-            which = f"Step {period.first:,} was"
-        if period.is_first:
-            warm_up = "; the first step of a process includes its warm-up"
-        else:
-            warm_up = ""
-        lines.append(
-            f"{which} slow: {_ms(period.seconds)}{' a step' * several} instead of {_ms(period.usual)}, most of it in "
-            f"{WORDS[period.phase]}. This cost {duration(period.lost)}{warm_up}."
-        )
+    if summary.period:
+        lines.append(period_sentence(summary.period))
     if summary.evaluating > 0.01 * summary.elapsed:
-        if summary.evaluations == 1:
-            count = "One evaluation"
-        else:
-            count = f"{summary.evaluations:,} evaluations"
-        share = _percent(summary.evaluating / summary.elapsed)
-        lines.append(f"{count} took {duration(summary.evaluating)} more, {share} of the time.")
+        lines.append(evaluation_sentence(summary))
     if summary.restarts:
-        if summary.restarts == 1:
-            count = "once"
-        else:
-            count = f"{summary.restarts} times"
-        cost = f", which cost {duration(summary.restarting)} with the steps that were repeated"
-        lines.append(f"The run was restarted {count}{cost * (summary.restarting > 1)}.")
+        lines.append(restart_sentence(summary))
     if summary.goodput is not None:
         lines.append(goodput_sentence(summary.goodput))
     return [*lines, *_loss_sentences(summary), *_value_sentences(summary)]
 
 
-def _incidents(summary: Summary) -> list[str]:
-    lines = []
-    for kind, message, ranks in summary.incidents:
-        reason = f": {message.rstrip('.')}" if message else ""
-        if kind == "out_of_memory":
-            what = "ran out of memory"
-        else:
-            what = f"reported a hang{reason}"
-        lines.append(f"{_capitalized(ranks_in_words(ranks))} {what}.")
-    return lines
+def shares_in_words(shares: Mapping[str, float]) -> str:
+    """The phases that take at least 1 % of the time, the longest first."""
+    phases = sorted(
+        ((share, phase) for phase, share in shares.items() if share >= 0.01), reverse=True
+    )
+    return ", ".join(f"{WORDS[phase]} ({percent(share)})" for share, phase in phases)
+
+
+def incident_sentence(incident: Incident) -> str:
+    """Which ranks hang, or have run out of memory."""
+    kind, message, ranks = incident
+    reason = f": {message.rstrip('.')}" if message else ""
+    if kind == "out_of_memory":
+        what = "ran out of memory"
+    else:
+        what = f"reported a hang{reason}"
+    return f"{capitalized(ranks_in_words(ranks))} {what}."
+
+
+def waiting_sentence(summary: Summary) -> str:
+    """How long ranks wait for others."""
+    return (
+        f"In about {percent(summary.waiting)} of the time ranks wait for the slowest one, most of it inside the "
+        "backward pass and communication."
+    )
+
+
+def period_sentence(period: Period) -> str:
+    """Which steps were slow, and in what."""
+    several = period.last > period.first
+    if several:
+        which = f"Steps {period.first:,} to {period.last:,} were"
+    else:
+        which = f"Step {period.first:,} was"
+    if period.is_first:
+        warm_up = "; the first step of a process includes its warm-up"
+    else:
+        warm_up = ""
+    return (
+        f"{which} slow: {_ms(period.seconds)}{' a step' * several} instead of {_ms(period.usual)}, most of it in "
+        f"{WORDS[period.phase]}. This cost {duration(period.lost)}{warm_up}."
+    )
+
+
+def evaluation_sentence(summary: Summary) -> str:
+    """How long the evaluations took."""
+    if summary.evaluations == 1:
+        count = "One evaluation"
+    else:
+        count = f"{summary.evaluations:,} evaluations"
+    share = percent(summary.evaluating / summary.elapsed)
+    return f"{count} took {duration(summary.evaluating)} more, {share} of the time."
+
+
+def restart_sentence(summary: Summary) -> str:
+    """How often the run was restarted, and what that cost."""
+    if summary.restarts == 1:
+        count = "once"
+    else:
+        count = f"{summary.restarts} times"
+    cost = f", which cost {duration(summary.restarting)} with the steps that were repeated"
+    return f"The run was restarted {count}{cost * (summary.restarting > 1)}."
 
 
 def _first_sentence(summary: Summary) -> str:
@@ -145,9 +150,9 @@ def _first_sentence(summary: Summary) -> str:
 
 def goodput_sentence(shares: Goodput) -> str:
     """Where the time of a run went, with the causes that cost most first."""
-    text = f"The goodput is {_percent(shares.share)} of {duration(shares.seconds)}"
+    text = f"The goodput is {percent(shares.share)} of {duration(shares.seconds)}"
     badput = sorted(shares.badput.items(), key=lambda item: -item[1])
-    parts = [f"{BADPUT[cause]} ({_percent(share)})" for cause, share in badput if share >= 0.005]
+    parts = [f"{BADPUT[cause]} ({percent(share)})" for cause, share in badput if share >= 0.005]
     if parts:
         text += f"; the rest is {', '.join(parts)}"
     return f"{text}."
@@ -188,73 +193,7 @@ def _value_sentences(summary: Summary) -> list[str]:
     return lines
 
 
-def advice(summary: Summary) -> list[str]:
-    """What to try, most useful first."""
-    lines = []
-    for group in sorted(_groups(summary.stragglers), key=len, reverse=True)[:3]:
-        phase = group[0].phase
-        host = group[0].host
-        ranks = ranks_in_words([straggler.rank for straggler in group])
-        if phase == "checkpoint":
-            lines.append(
-                f"The others wait while {ranks} saves checkpoints: save less often, or with "
-                "`save_state(blocking=False)`."
-            )
-            continue
-        look = {
-            "data": "the storage that is read there, and the load of the CPU",
-            "other": "what only this rank does between steps: logging, printing, evaluation",
-        }.get(phase, f"the load, clock and temperature of {host or 'the machine'}")
-        if len(group) == 1:
-            loses = "loses its time"
-        else:
-            loses = "lose their time"
-        lines.append(f"{_capitalized(ranks)} {loses} in {WORDS[phase]}: look at {look}.")
-    period = summary.period
-    if period and not period.is_first:
-        lines.append(
-            f"Look at what else ran on these machines during steps {period.first:,} to {period.last:,}, "
-            f"and at what is special about {WORDS[period.phase]} there."
-        )
-    if summary.waiting >= 0.1 and not summary.stragglers and summary.steps >= WINDOW:
-        lines.append(
-            "The ranks take turns in being slow: give them batches of equal work (samples of similar length), and "
-            "look for other programs on these machines."
-        )
-    # What slow ranks alone lose in a phase, or communicate because of them, is not repeated for all.
-    excess = max(
-        (straggler.phase_excess / summary.seconds for straggler in summary.stragglers), default=0.0
-    )
-    slow_phases = {straggler.phase for straggler in summary.stragglers}
-    for phase, share in sorted(summary.usual_shares.items(), key=lambda item: -item[1]):
-        least, remedy = REMEDIES.get(phase, (math.inf, ""))
-        if phase == "communication" and slow_phases:
-            continue
-        if share >= least + excess * (phase in slow_phases):
-            lines.append(f"{_percent(share)} of the time is {WORDS[phase]}: {remedy}.")
-    if summary.evaluating > 0.25 * summary.elapsed:
-        lines.append("Evaluate less often, on a part of the data, or with larger batches.")
-    if summary.bad_loss is not None:
-        lines.append(
-            "Lower the learning rate, clip gradients, or look at the batch before that step."
-        )
-    if summary.skipped > 0.05 * summary.steps:
-        lines.append(
-            "Many steps are skipped: use bf16, or a lower `init_scale` of `GradScalerKwargs`."
-        )
-    if summary.memory_growth > 0:
-        lines.append(
-            "Something keeps objects of each step: often losses, collected without `.item()` or `.detach()`."
-        )
-    if any(kind == "out_of_memory" for kind, _, _ in summary.incidents):
-        lines.append(
-            "Use smaller batches with gradient accumulation, or compare layouts with `accelerate plan`. The events "
-            "link what the allocator held."
-        )
-    return lines
-
-
-def _groups(stragglers: Sequence[Straggler]) -> list[list[Straggler]]:
+def groups_of(stragglers: Sequence[Straggler]) -> list[list[Straggler]]:
     """Stragglers of one machine with the same phase and about the same steps, together."""
     groups: list[list[Straggler]] = []
     for straggler in stragglers:
@@ -274,7 +213,7 @@ def _groups(stragglers: Sequence[Straggler]) -> list[list[Straggler]]:
     return groups
 
 
-def _slow_sentence(group: Sequence[Straggler]) -> str:
+def slow_sentence(group: Sequence[Straggler]) -> str:
     """One sentence about slow ranks with the same cause."""
     slow = group[0]
     host = f" on {slow.host}" if slow.host else ""
@@ -286,15 +225,16 @@ def _slow_sentence(group: Sequence[Straggler]) -> str:
         them = "them"
     wait = f" The others wait {_ms(slow.waiting)} a step for {them}."
     return (
-        f"{_capitalized(ranks_in_words([straggler.rank for straggler in group]))}{host} {were} slow in "
-        f"{_percent(slow.share)} of the steps (from {slow.first:,} to {slow.last:,}): {_ms(slow.excess)} a step, "
-        f"{_percent(slow.ratio - 1)} above the median, of which {_ms(slow.phase_excess)} in {WORDS[slow.phase]}."
+        f"{capitalized(ranks_in_words([straggler.rank for straggler in group]))}{host} {were} slow in "
+        f"{percent(slow.share)} of the steps (from {slow.first:,} to {slow.last:,}): {_ms(slow.excess)} a step, "
+        f"{percent(slow.ratio - 1)} above the median, of which {_ms(slow.phase_excess)} in {WORDS[slow.phase]}."
         + wait
         * (slow.waiting > 0.1 * slow.excess)
     )
 
 
-def _capitalized(text: str) -> str:
+def capitalized(text: str) -> str:
+    """A text whose first letter is a capital."""
     return text[0].upper() + text[1:]
 
 
@@ -304,7 +244,8 @@ def _ms(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """A share in percent."""
     if share >= 0.0095:
         return f"{share * 100:.0f}\u00a0%"
     return "under 1\u00a0%"

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from textwrap import shorten
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from .slow_ranks import Straggler, slow_ranks
 from .steps import Array
 from .view import ALL_PHASES, WINDOW, View, view
 
+# The event, a message, and the ranks.
+Incident = tuple[str, str, tuple[int, ...]]
 # Buckets of the range that is summarized.
 _BUCKETS = 256
 # Seconds that slow steps must have cost to be named, and those with which a process begins.
@@ -91,8 +94,10 @@ class Summary:
     memory_growth: float = 0.0
     """Bytes by which the host memory grows in 1000 steps, if it grows all the time."""
     stragglers: tuple[Straggler, ...] = ()
-    incidents: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
-    """Hangs, and errors of memory: the event, a message, and the ranks."""
+    incidents: tuple[Incident, ...] = ()
+    """Hangs, and errors of memory."""
+    stopped_by: Incident | None = None
+    """The first incident after the last step."""
 
     @property
     def steps(self) -> int:
@@ -117,7 +122,8 @@ def _summary(run: Run, shown: View, is_end: bool) -> Summary:
     weight = shown.weight
     recorded = np.flatnonzero(weight.any(axis=0))
     if not len(recorded):
-        return Summary(incidents=_incidents(run, 0, math.inf))
+        incidents = _incidents(run.events)
+        return Summary(incidents=incidents, stopped_by=next(iter(incidents), None))
     first = int(shown.first[recorded[0]])
     last = int(shown.last[recorded[-1]])
     seconds = np.nan_to_num(shown.seconds) * weight
@@ -136,6 +142,9 @@ def _summary(run: Run, shown: View, is_end: bool) -> Summary:
     restarting = 0.0
     if restarts:
         restarting = max(0.0, end - begin - duration - sum(_evaluations(run, begin, end)))
+    stopped_by = None
+    if is_end:
+        stopped_by = next(iter(_incidents(_events_after_steps(run))), None)
     waited, sampled, _ = sampled_waits(run, first, last).sum(axis=1).tolist()
     rate = _weighted_mean(shown.curves["throughput"].mean, bucket_seconds)
     if math.isnan(rate):
@@ -182,7 +191,8 @@ def _summary(run: Run, shown: View, is_end: bool) -> Summary:
         memory=memory,
         memory_growth=_growth(shown),
         stragglers=tuple(slow),
-        incidents=_incidents(run, begin, until),
+        incidents=_incidents([event for event in run.events if begin <= event["time"] <= until]),
+        stopped_by=stopped_by,
     )
 
 
@@ -306,20 +316,29 @@ def _restarts(run: Run, begin: float, end: float) -> int:
     return max(restarts.values(), default=0)
 
 
-def _incidents(run: Run, begin: float, end: float) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
+def _events_after_steps(run: Run) -> list[dict[str, Any]]:
+    """The events of each rank after its newest step."""
+    events = []
+    for event in run.events:
+        rank = run.ranks.get(event["rank"])
+        if rank is None or rank.last is None or event["time"] >= rank.last["time"]:
+            events.append(event)
+    return events
+
+
+def _incidents(events: Sequence[dict[str, Any]]) -> tuple[Incident, ...]:
     """Hangs, equal ones of several ranks together, and ranks whose memory was not enough: the newest."""
     ranks: dict[tuple[str, str], set[int]] = {}
-    for event in run.events:
+    for event in events:
         kind = event["event"]
         if kind not in ("out_of_memory", "hang") or event.get("path") is not None:
             continue
-        if begin <= event["time"] <= end:
-            message = ""
-            if kind == "hang":
-                message = str(event.get("message", ""))
-                message = shorten(message, 600, placeholder=" […]")
-            members = ranks.setdefault((kind, message), set())
-            members.add(event["rank"])
+        message = ""
+        if kind == "hang":
+            message = str(event.get("message", ""))
+            message = shorten(message, 600, placeholder=" […]")
+        members = ranks.setdefault((kind, message), set())
+        members.add(event["rank"])
     incidents = []
     for (kind, message), members in ranks.items():
         incidents.append((kind, message, tuple(sorted(members))))

@@ -17,9 +17,10 @@ from rich.text import Text
 from ..core.objects import size_of
 from .page_data import grouped_events
 from .run import Run
-from .sentences import STANDS_OUT, advice, duration, sentences
+from .sentences import STANDS_OUT, duration, sentences
 from .steps import Array
 from .summary import Summary, summarize
+from .verdict import Finding, advice, verdict
 from .view import ALL_PHASES, View, heat_rows, view
 
 # Seconds between two pictures.
@@ -69,12 +70,14 @@ def picture(run: Run, width: int = 100) -> RenderableType:
         curves = view(run, pixels=narrow)
         # What stands out comes first: a small terminal shows no more than the upper part.
         # Names of code have no marks in a terminal.
-        lines = [text.replace("`", "") for text in sentences(summary)]
+        finding = verdict(summary)
+        lines = [text.replace("`", "") for text in sentences(summary) if text != finding.evidence]
         tips = [f"Try: {text.replace('`', '')}" for text in advice(summary)]
         alarms = [text for text in lines if STANDS_OUT.match(text)]
         renderables: list[RenderableType] = [
             _title(run, summary),
             *notes,
+            _verdict(finding),
             *(Text(text, "red") for text in alarms),
         ]
         renderables.append(_curves(curves, narrow))
@@ -101,6 +104,13 @@ def _title(run: Run, summary: Summary) -> Text:
         )
         text.append(f"  {memory}", "dim")
     return text
+
+
+def _verdict(finding: Finding) -> RenderableType:
+    table = Table.grid(padding=(0, 1))
+    for label, text in finding.lines().items():
+        table.add_row(Text(f"{label}:", "bold"), Text(text.replace("`", "")))
+    return table
 
 
 def _curves(shown: View, width: int) -> RenderableType:

@@ -255,6 +255,7 @@ const CURVES = [
   ["gradient_norm", "Gradient norm", "", "number"],
   ["throughput", "Throughput", "", "number", { zero: true, band: false }],
 ];
+const STOPPED = new Set(["hang", "memory"]); // verdicts on a run that makes no more steps, as in `verdict.py`
 const SLOW = /^Ranks? \d/; // how sentences about what stands out begin, as in `sentences.py`
 const PHASES = ["data", "transfer", "forward", "backward", "communication", "optimizer", "checkpoint", "other"];
 
@@ -454,19 +455,26 @@ function overview() {
 }
 
 function findings() {
-  const items = [];
+  const items = [], verdicts = [];
   for (const { run } of shownRuns()) {
     const lead = several() ? `${run.name}: ` : "";
     for (const note of run.notes) items.push(element("li", { className: "slow" }, lead, ...prose(note)));
-    if (run.empty || !run.ranks.length) continue;
-    for (const sentence of run.summary.sentences.filter((text) => !several() || /^Steps? \d.* took /.test(text) || SLOW.test(text)))
+    const { limit, headline, evidence, next_step } = run.summary.verdict;
+    if ((run.empty || !run.ranks.length) && !STOPPED.has(limit)) continue;
+    verdicts.push(element("dl", { className: STOPPED.has(limit) ? "stopped" : "" },
+      ...[["Verdict", lead + headline], ["Evidence", evidence], ["Next step", next_step]].flatMap(([name, text]) =>
+        [element("dt", {}, name), element("dd", {}, ...prose(text))])));
+    if (run.empty) continue;
+    const others = run.summary.sentences.filter((text) => text !== evidence);
+    for (const sentence of others.filter((text) => !several() || /^Steps? \d.* took /.test(text) || SLOW.test(text)))
       items.push(element("li", { className: SLOW.test(sentence) ? "slow" : "" }, lead, ...prose(sentence)));
     for (const advice of run.summary.advice) items.push(element("li", { className: "try" }, `${lead}Try: `, ...prose(advice)));
   }
-  const text = items.map((item) => item.textContent).join("\n");
+  const text = [...verdicts, ...items].map((item) => item.textContent).join("\n");
   if ($("findings").dataset.text === text) return;
   $("findings").dataset.text = text;
-  $("findings").replaceChildren(...(items.length ? [element("div", { className: "card" }, element("h2", {}, embedded ? "Summary" : "Summary of the steps shown"), element("ul", {}, ...items))] : []));
+  const title = element("h2", {}, embedded ? "Summary" : "Summary of the steps shown");
+  $("findings").replaceChildren(...(text ? [element("div", { className: "card" }, title, ...verdicts, element("ul", {}, ...items))] : []));
 }
 
 const ALARMS = new Set(["out_of_memory", "hang", "warning"]);
