@@ -14,8 +14,9 @@ from planted_runs import START, planted_records, planted_run, write_lines, write
 
 from accelerate import monitor
 from accelerate.monitor.run import open_runs
-from accelerate.monitor.sentences import WORDS, advice, sentences
+from accelerate.monitor.sentences import WORDS, sentences
 from accelerate.monitor.summary import summarize
+from accelerate.monitor.verdict import advice, verdict
 from accelerate.monitor.view import bucket_width, heat_rows, stragglers, view
 from accelerate.telemetry.records import events_file
 
@@ -80,7 +81,8 @@ def test_the_slow_rank_is_marked(tmp_path, ranks, part, wait):
     )
     assert slow.ratio == pytest.approx(1 + 0.03 / 0.092, rel=0.03)
     assert slow.first == pytest.approx(500, abs=12) and slow.last >= 996
-    assert any(f"Rank 1 loses its time in {WORDS[part]}" in text for text in advice(summary))
+    limit = verdict(summary)
+    assert limit.limit == "slow_rank" and f" in {WORDS[part]}." in limit.evidence
 
 
 def test_ranks_that_take_turns_at_random_are_not_named(tmp_path):
@@ -243,7 +245,8 @@ def test_the_summary_says_where_the_time_went(tmp_path):
     assert summary.bad_loss == pytest.approx(801, abs=8) and summary.memory_growth == pytest.approx(
         1e9, rel=0.01
     )
-    text = "\n".join([*sentences(summary), *advice(summary)])
+    texts = [*sentences(summary), *verdict(summary).lines().values(), *advice(summary)]
+    text = "\n".join(texts)
     for part in (
         "waiting for the data loader (60",
         "num_workers",
