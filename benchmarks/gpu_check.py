@@ -23,6 +23,7 @@ from typing import Any
 
 import gpu_features
 import torch
+import torch.utils.checkpoint
 from gpu_features import assert_close, fresh_state, launched
 from timing import alternate, emit
 from torch.nn.functional import cross_entropy
@@ -172,29 +173,52 @@ def check_streamed_weights(device: torch.device) -> None:
 
 
 def check_packed(device: torch.device, precision: str) -> None:
-    """Check that attention in packed rows equals that of each document, and that half precision takes lengths."""
+    """Check attention in packed rows against that of each document, in the kernel that the device has for it."""
     from accelerate.core.documents import Documents
-    from accelerate.parallel.packed import DocumentAttention, takes_lengths
+    from accelerate.parallel import packed
 
-    lengths = [[40, 200, 16], [100, 156]]
+    is_gpu = device.type == "cuda"
+    scale = 64 if is_gpu else 1
+    lengths = [[40 * scale, 200 * scale, 16 * scale], [100 * scale, 156 * scale]]
     dtype = DTYPES[precision] or torch.float32
-    inputs = torch.randn(3, 2, 4, 256, 64, device=device, dtype=dtype, requires_grad=True)
-    is_fast = device.type == "cuda" and dtype != torch.float32
-    assert takes_lengths(inputs[0]) == is_fast, "the kernel that takes lengths"
-    attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+    shape = 3, 2, 4, 256 * scale, 64
+    inputs = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+    kernel = None
+    if is_gpu:
+        is_half = dtype != torch.float32
+        kernel = packed.attend_by_length if is_half else packed.attend_in_blocks
+    assert packed.kernel_for(*inputs) is kernel, f"the kernel is not {kernel}"
+    plain = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
     parts = []
     for row, sizes in enumerate(lengths):
-        parts.append(torch.cat([attend(*part) for part in inputs[:, row].split(sizes, 2)], 1))
-    with DocumentAttention().separating(Documents(lengths, device)):
-        packed = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
-    expected = torch.stack(parts)
-    tolerance = 16 * torch.finfo(dtype).eps
-    torch.testing.assert_close(packed, expected, rtol=tolerance, atol=tolerance)
-    gradients = [
-        torch.autograd.grad(output.float().square().sum(), inputs)[0]
-        for output in (packed, expected)
-    ]
-    torch.testing.assert_close(*gradients, rtol=16 * tolerance, atol=16 * tolerance)
+        parts.append(torch.cat([plain(*part) for part in inputs[:, row].split(sizes, 2)], 1))
+    output = torch.stack(parts)
+    expected = output, torch.autograd.grad(output.float().square().sum(), inputs)[0]
+    tolerance = max(16 * torch.finfo(dtype).eps, 2e-5)
+
+    def attend(inputs: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True)
+
+    forwards = {
+        "plain": attend,
+        "compiled": torch.compile(attend, backend="aot_eager"),
+        "recomputed": functools.partial(
+            torch.utils.checkpoint.checkpoint, attend, use_reentrant=False
+        ),
+    }
+    for name, forward in forwards.items():
+        if is_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        with packed.DocumentAttention().separating(Documents(lengths, device)):
+            output = forward(inputs)
+            gradient = torch.autograd.grad(output.float().square().sum(), inputs)[0]
+        if is_gpu:
+            # A mask for each row, of one byte for each of its elements.
+            peak = torch.cuda.max_memory_allocated() - before
+            assert peak < 2 * (256 * scale) ** 2, f"{name}: {peak / 2**20:.0f} MiB"
+        for value, reference in zip((output, gradient), expected, strict=True):
+            torch.testing.assert_close(value, reference, rtol=16 * tolerance, atol=tolerance)
 
 
 def copy_rate(device: torch.device, size: int) -> float:

@@ -451,6 +451,42 @@ def split_sequence(**sizes):
     accelerator.end_training()
 
 
+def packed():
+    """Masks and positions of packed rows are on the device."""
+
+    def start():
+        torch.manual_seed(0)
+        model = Llama(
+            LlamaConfig(vocabulary=32, width=16, hidden=32, layers=2, heads=4, kv_heads=2)
+        )
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loss_of(model, ids, labels, **lengths):
+        logits = model(ids, **lengths).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+
+    lengths = [[5, 8, 3], [7, 9]]
+    plain_model, plain_optimizer = start()
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(*start())
+    for _ in range(4):
+        ids, labels = torch.randint(32, (2, 2, 16))
+        for row, sizes in enumerate(lengths):
+            for document, targets in zip(
+                ids[row].split(sizes), labels[row].split(sizes), strict=True
+            ):
+                loss_of(plain_model, document[None], targets[None]).backward()
+        batch = ids.to(accelerator.device), labels.to(accelerator.device)
+        accelerator.backward(loss_of(model, *batch, seq_lens=torch.tensor([[5, 8, 3], [7, 9, 0]])))
+        for each in (plain_optimizer, optimizer):
+            each.step()
+            each.zero_grad()
+    state = accelerator.get_state_dict(model)
+    for name, value in plain_model.state_dict().items():
+        torch.testing.assert_close(state[name].cpu(), value, rtol=0, atol=1e-8)
+    accelerator.end_training()
+
+
 LOADERS = {
     "dispatch": {"dispatch_batches": True},
     "copies": {"non_blocking": True},
@@ -525,6 +561,7 @@ CASES = {
     "batches": batches,
     "memory": memory,
     "places": places,
+    "packed": packed,
     "resume": resume,
     "placement": placement,
 }

@@ -37,6 +37,7 @@ ONE = [
     "batches",
     "memory",
     "places",
+    "packed",
 ]
 TWO = ["no", "bf16", "fp16", "accumulation", "telemetry", "dispatch", "copies", "split", "tp", "pp"]
 TWO += [

@@ -5,23 +5,26 @@ import copy
 import itertools
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import cases
-from layouts import compare_state, units_of
+from layouts import compare, compare_state, units_of
 from packages import package
 from rank_pool import on_ranks
 from states import reset_states
 from torch import nn
-from torch.nn.attention import varlen
+from torch.distributed.tensor import DTensor
+from torch.nn.attention import flex_attention, varlen
 
 from accelerate import Accelerator
 from accelerate.config.training import TorchDynamoPlugin
 from accelerate.core.documents import Documents
 from accelerate.core.errors import ConfigurationError
 from accelerate.parallel import packed
+from accelerate.parallel.unwrap import extract_model_from_parallel
 from accelerate.parallelism_config import ParallelismConfig
 
 sys.path.append(str(Path(__file__).parents[2] / "examples" / "parallel"))
@@ -129,19 +132,31 @@ def summed(model, ids, lengths):
 
 
 def plain_steps(make, shards):
-    """The state after the steps, and the mean loss of each."""
+    """The state after the steps, the mean loss of each, and its gradients."""
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    losses = []
+    losses, gradients = [], []
     for step in range(STEPS):
         window = [micro_batch(step * ACCUMULATION + part, shards) for part in range(ACCUMULATION)]
         items = sum(int((next_tokens(*batch) != -100).sum()) for batch in window)
         loss = sum(summed(model, *batch) for batch in window) / items
         loss.backward()
         losses.append(loss.item())
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
         optimizer.step()
         optimizer.zero_grad()
-    return model.state_dict(), losses
+    return model.state_dict(), losses, gradients
+
+
+def full_gradients(model):
+    """Those of all ranks, which gather them."""
+    gradients = {}
+    for name, parameter in extract_model_from_parallel(model).named_parameters():
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            gradient = gradient.full_tensor()
+        gradients[name] = gradient
+    return gradients
 
 
 def fields(form, lengths):
@@ -162,7 +177,7 @@ def check_layout(layout, kind):
     accelerator = start(layout, block, gradient_accumulation_steps=ACCUMULATION)
     strategy = accelerator.strategy
     shard, shards = strategy.data_shard
-    expected, losses = plain_steps(make, shards)
+    expected, losses, gradients = plain_steps(make, shards)
     model = make()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     forms = itertools.cycle(["lists", "tensor", "array", "tensors", "cu_seqlens"])
@@ -194,6 +209,8 @@ def check_layout(layout, kind):
                     count = int((targets != -100).sum())
                     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
                     accelerator.backward(loss / max(count, 1), num_items=count)
+                if accelerator.sync_gradients:
+                    compare(full_gradients(model), gradients[step], 1e-10, f"gradients of {step}")
                 optimizer.step()
                 optimizer.zero_grad()
             total += loss.item()
@@ -445,6 +462,38 @@ def test_arguments_by_position():
     assert not torch.equal(model(ids, 2 * positions, seq_lens=lengths), expected)
 
 
+@pytest.mark.parametrize("make", [own, Wrapper, RecurrentWithBounds])
+def test_arguments_that_a_forward_does_not_take(make):
+    """An unknown one is the forward's own error. Positions, which `pack` gives, are taken out."""
+    ids, lengths = micro_batch(0)
+    with pytest.raises(TypeError) as expected:
+        make()(ids, unknown=1)
+    model = start("plain").prepare(make())
+    with pytest.raises(TypeError) as raised:
+        model(ids, seq_lens=lengths, unknown=1)
+    assert str(raised.value) == str(expected.value)
+    positions = Documents(lengths).positions
+    output = model(ids, seq_lens=lengths)
+    assert torch.equal(model(ids, position_ids=positions, seq_lens=lengths), output)
+    assert torch.equal(
+        model(ids, position_ids=positions, cu_seqlens=None, seq_lens=lengths), output
+    )
+
+
+class AnyArguments(nn.Module):
+    def forward(self, input_ids, seq_lens=None, **others):
+        return input_ids[..., None] * 1.0, seq_lens, others
+
+
+def test_a_forward_of_any_arguments_gets_them_all():
+    model = start("plain").prepare(AnyArguments())
+    ids, lengths = micro_batch(0)
+    _, taken, others = model(ids, position_ids=ids, seq_lens=lengths)
+    assert taken is lengths and others["position_ids"] is ids
+    _, taken, others = model(ids, unknown=1, seq_lens=None)
+    assert taken is None and others == {"unknown": 1}
+
+
 @pytest.mark.parametrize("regional", [False, True])
 def test_compiled(regional):
     expected = start("plain").prepare(own())
@@ -510,6 +559,65 @@ def test_recomputed_attention_separates_documents():
     torch.testing.assert_close(*gradients)
 
 
+def attended(lengths, heads, causal, attend=None):
+    """The output of attention, and the gradients of query, key and value: in packed rows, or by `attend` alone."""
+    generator = torch.Generator().manual_seed(0)
+    rows, length = len(lengths), sum(lengths[0])
+    inputs = [
+        torch.randn(rows, count, length, 16, generator=generator, requires_grad=True)
+        for count in (4, heads, heads)
+    ]
+    options = {"is_causal": causal, "scale": 0.3, "enable_gqa": heads < 4}
+    if attend is None:
+        attention = packed.DocumentAttention()
+        with attention.separating(Documents(lengths)):
+            output = F.scaled_dot_product_attention(*inputs, **options)
+    else:
+        by_row = []
+        for row, sizes in enumerate(lengths):
+            parts = zip(*(tensor[row].split(sizes, dim=1) for tensor in inputs), strict=True)
+            by_row.append(torch.cat([attend(*part, **options) for part in parts], dim=1))
+        output = torch.stack(by_row)
+    output.square().sum().backward()
+    return output.detach(), [tensor.grad for tensor in inputs]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel"),
+    [
+        ({}, "attend_by_length"),
+        ({"dtype": torch.float32}, "attend_in_blocks"),
+        ({"dtype": torch.float32, "shape": (2, 4, 512, 64)}, None),
+        ({"dtype": torch.float32, "shape": (2, 4, 4096, 192)}, None),
+        ({"dtype": torch.float32, "capability": (8, 9)}, None),
+        ({"dtype": torch.float32, "heads": 2}, None),
+        ({"dtype": torch.float64}, None),
+        ({"deterministic": True}, "attend_in_blocks"),
+        ({"capability": (7, 5)}, None),
+        ({"device": "cpu"}, None),
+    ],
+)
+def test_kernels_of_devices(monkeypatch, changes, kernel):
+    """The device and the tensors are stand-ins."""
+
+    def tensor(device="cuda", dtype=torch.bfloat16, shape=(2, 4, 4096, 64), heads=4, **_):
+        shape = (shape[0], heads, *shape[2:])
+        return SimpleNamespace(
+            device=SimpleNamespace(type=device), dtype=dtype, shape=shape, dim=lambda: 4
+        )
+
+    capability = changes.get("capability", (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(packed, "is_triton_available", lambda: True)
+    is_deterministic = changes.get("deterministic", False)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
+    query = tensor(**{**changes, "heads": 4})
+    found = packed.kernel_for(query, tensor(**changes), tensor(**changes))
+    assert found is (kernel and getattr(packed, kernel))
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_kernels_by_length_get_documents(monkeypatch, causal):
     """What a device with flash attention computes: a stand-in for torch's kernel, which the CPU does not have."""
@@ -528,19 +636,43 @@ def test_kernels_by_length_get_documents(monkeypatch, causal):
         return torch.cat(parts)
 
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    numbers = torch.randn(3, ROWS, 4, LENGTH, 8)
-    documents = Documents(micro_batch(0)[1])
-    results = []
-    for by_length in (False, True):
-        monkeypatch.setattr(packed, "takes_lengths", lambda query, by_length=by_length: by_length)
-        inputs = numbers.clone().requires_grad_()
-        attention = packed.DocumentAttention()
-        with attention.separating(documents):
-            output = F.scaled_dot_product_attention(*inputs, is_causal=causal)
-        output.square().sum().backward()
-        results.append((output.detach(), inputs.grad))
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-10)
-    assert longest == [max(max(row) for row in documents.lengths)]
+    monkeypatch.setattr(packed, "kernel_for", lambda *_: packed.attend_by_length)
+    _, lengths = micro_batch(0)
+    expected = attended(lengths, 4, causal, attend)
+    torch.testing.assert_close(attended(lengths, 4, causal), expected, rtol=0, atol=1e-10)
+    assert longest == [max(map(max, lengths))]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("causal", [True, False])
+def test_kernels_in_blocks_get_documents(monkeypatch, causal):
+    """What a device with Triton computes, from the blocks and the function of the mask.
+
+    torch's kernel has no gradients on the CPU; its outputs are compared too.
+    """
+    attend = F.scaled_dot_product_attention
+
+    def flex(query, key, value, *, block_mask, **options):
+        rows, _, length, _ = query.shape
+        shown = flex_attention.create_mask(block_mask.mask_mod, rows, 1, length, length, "cpu")
+        blocks = block_mask.to_dense().bool()
+        is_read = blocks.repeat_interleave(128, 2).repeat_interleave(128, 3)
+        assert not (shown & ~is_read[..., :length, :length]).any()
+        assert blocks.double().mean() < 0.8
+        output = attend(query, key, value, attn_mask=shown, **options)
+        inputs = [tensor.detach() for tensor in (query, key, value)]
+        computed = flex_attention.flex_attention(*inputs, block_mask=block_mask, **options)
+        torch.testing.assert_close(computed, output, rtol=0, atol=1e-10)
+        return output
+
+    monkeypatch.setattr(packed, "compiled_flex_attention", lambda: flex)
+    monkeypatch.setattr(packed, "kernel_for", lambda *_: packed.attend_in_blocks)
+    lengths = [[300, 100, 1, 99, 200], [128, 384, 188]]
+    expected = attended(lengths, 2, causal, attend)
+    torch.testing.assert_close(attended(lengths, 2, causal), expected, rtol=0, atol=1e-10)
+    # Made once for all layers.
+    documents = Documents(lengths)
+    assert documents.block_mask(causal) is documents.block_mask(causal)
 
 
 def test_labels_and_padding_of_transformers():

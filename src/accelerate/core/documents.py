@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ _FORMS = {
 }
 # A label that is not trained on.
 IGNORED = -100
+# Queries and keys in a block of flex_attention.
+_BLOCK = 128
 
 
 class Documents:
@@ -37,11 +39,12 @@ class Documents:
 
     def __init__(self, lengths: list[list[int]], device: torch.device | None = None) -> None:
         self.lengths = lengths
-        flat = torch.tensor([size for row in lengths for size in row])
-        numbers = torch.arange(len(flat)).repeat_interleave(flat)
+        sizes = torch.tensor(list(chain(*lengths)))
+        numbers = torch.arange(len(sizes)).repeat_interleave(sizes)
         self.numbers: torch.Tensor = numbers.view(len(lengths), -1).to(device)
         # Masks, with the masks that they were joined with.
         self._masks: dict[tuple[bool, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        self._block_masks: dict[bool, Any] = {}
 
     @classmethod
     def of_batch(
@@ -121,6 +124,15 @@ class Documents:
             self._masks[key] = (mask, joined(mask, shown))
         return self._masks[key][1]
 
+    def block_mask(self, causal: bool) -> Any:
+        """The same as a BlockMask of flex_attention, in which nothing has (length, length) elements.
+
+        It has the blocks of keys that each block of queries reads, and a function for the keys in them.
+        """
+        if causal not in self._block_masks:
+            self._block_masks[causal] = _block_mask(self.numbers, causal)
+        return self._block_masks[causal]
+
 
 def joined(mask: torch.Tensor | None, shown: torch.Tensor) -> torch.Tensor:
     """An attention mask, boolean or added to scores, that hides also the keys that a boolean one does not show."""
@@ -129,6 +141,38 @@ def joined(mask: torch.Tensor | None, shown: torch.Tensor) -> torch.Tensor:
     if mask.dtype == torch.bool:
         return mask & shown
     return mask.masked_fill(~shown, float("-inf"))
+
+
+def _block_mask(numbers: torch.Tensor, causal: bool) -> Any:
+    # Few devices use it.
+    from torch.nn.attention.flex_attention import BlockMask
+
+    def is_shown(
+        row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        is_same = numbers[row, query] == numbers[row, key]
+        if causal:
+            return is_same & (key <= query)
+        return is_same
+
+    length = numbers.shape[1]
+    filling = numbers[:, -1:].expand(-1, -length % _BLOCK)
+    blocks = torch.cat([numbers, filling], dim=1).unflatten(1, (-1, _BLOCK))
+    # Blocks have no document in common if the numbers in one are all smaller than those in the other.
+    smallest, largest = blocks.aminmax(dim=2)
+    is_read = smallest[:, :, None] <= largest[:, None]
+    is_read = is_read & is_read.transpose(1, 2)
+    if causal:
+        is_read = is_read.tril()
+    is_read = is_read[:, None].int()
+    order = is_read.argsort(descending=True, stable=True)
+    return BlockMask.from_kv_blocks(
+        is_read.sum(-1).int(),
+        order.int(),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=is_shown,
+        seq_lengths=(length, length),
+    )
 
 
 def _lengths_by_row(seq_lens: Any) -> list[list[int]]:

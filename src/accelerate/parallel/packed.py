@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from ..collectives.objects import gather_each
 from ..core import trees
+from ..core.availability import is_triton_available
 from ..core.documents import FIELDS, Documents
 from ..core.errors import ConfigurationError
 from ..core.modules import class_name, untraced
@@ -36,6 +38,11 @@ logger: MultiProcessAdapter = get_logger(__name__)
 
 # Tokens of each row that the comparison of the first forward computes.
 _TOKENS = 64
+# The length of rows from which flex_attention is compiled. In shorter rows, a mask has a few megabytes, and attention
+# is too little of a step to pay for the compilation.
+_LONG = 2048
+# The compute capabilities with enough shared memory for its kernels, which fail elsewhere (pytorch/pytorch#133254).
+_DATA_CENTER = ((8, 0), (9, 0), (10, 0), (10, 3))
 
 
 class DocumentAttention:
@@ -92,45 +99,68 @@ class DocumentAttention:
     ) -> torch.Tensor:
         """Takes the arguments of torch's function, which it replaces. Attention to other rows is computed as it is."""
         documents = self.documents
-        if documents is not None:
-            rows, length = documents.numbers.shape
-            if query.shape[0] == rows and query.shape[-2] == key.shape[-2] == length:
-                if attn_mask is None and dropout_p == 0.0 and takes_lengths(query):
-                    return _attend_by_length(
-                        query, key, value, documents, is_causal, scale, enable_gqa
-                    )
-                attn_mask = documents.mask(is_causal, attn_mask)
-                is_causal = False
-                if query.dim() == 3:
-                    attn_mask = attn_mask.squeeze(1)
+        if documents is not None and _are_rows(query, key, documents):
+            if attn_mask is None and dropout_p == 0.0:
+                kernel = kernel_for(query, key, value, enable_gqa)
+                if kernel is not None:
+                    options = {"scale": scale, "enable_gqa": enable_gqa}
+                    return kernel(query, key, value, documents, is_causal, **options)
+            attn_mask = documents.mask(is_causal, attn_mask)
+            is_causal = False
+            if query.dim() == 3:
+                attn_mask = attn_mask.squeeze(1)
         return plain_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
 
-def takes_lengths(query: torch.Tensor) -> bool:
-    """Whether torch has a kernel for these queries that computes documents of several lengths without a mask."""
-    return (
-        query.device.type == "cuda"
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and query.dim() == 4
-        and query.shape[-1] % 8 == 0
-        and query.shape[-1] <= 256
+def _are_rows(query: torch.Tensor, key: torch.Tensor, documents: Documents) -> bool:
+    """Whether attention is that of the packed rows to themselves."""
+    rows, length = documents.numbers.shape
+    return query.shape[0] == rows and query.shape[-2] == key.shape[-2] == length
+
+
+def kernel_for(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool = False
+) -> Callable[..., torch.Tensor] | None:
+    """What computes these documents without a mask of (length, length) elements; None if nothing does."""
+    if query.device.type != "cuda" or not torch.cuda.is_available() or query.dim() != 4:
+        return None
+    if query.shape[0] != key.shape[0] or key.shape != value.shape:
+        return None
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        return None
+    length, width = query.shape[-2:]
+    capability = torch.cuda.get_device_capability(query.device)
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    if (
+        is_half
+        and width % 8 == 0
+        and width <= 256
+        and capability >= (8, 0)
         and torch.backends.cuda.flash_sdp_enabled()
         and torch.backends.cuda.is_flash_attention_available()
-        and torch.cuda.get_device_capability(query.device) >= (8, 0)
         and not torch.are_deterministic_algorithms_enabled()
-    )
+    ):
+        return attend_by_length
+    if (
+        (is_half or query.dtype == torch.float32)
+        and 16 <= width <= 128
+        and length >= _LONG
+        and capability in _DATA_CENTER
+        and is_triton_available()
+    ):
+        return attend_in_blocks
+    return None
 
 
-def _attend_by_length(
+def attend_by_length(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     documents: Documents,
     is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
+    **options: Any,
 ) -> torch.Tensor:
     """The attention of each document to itself. Queries are (rows, heads, length, width)."""
     # Few devices have it.
@@ -142,19 +172,32 @@ def _attend_by_length(
     bounds, longest = documents.cu_seqlens, documents.longest
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     output: Any = varlen.varlen_attn(
-        query,
-        key,
-        value,
-        bounds,
-        bounds,
-        longest,
-        longest,
-        scale=scale,
-        window_size=window,
-        enable_gqa=enable_gqa,
+        query, key, value, bounds, bounds, longest, longest, window_size=window, **options
     )
     attended: torch.Tensor = output.unflatten(0, documents.numbers.shape).transpose(1, 2)
     return attended
+
+
+def attend_in_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents,
+    is_causal: bool,
+    **options: Any,
+) -> torch.Tensor:
+    """The same, by a kernel that leaves out blocks of scores between documents."""
+    block_mask = documents.block_mask(is_causal)
+    return compiled_flex_attention()(query, key, value, block_mask=block_mask, **options)
+
+
+@functools.cache
+def compiled_flex_attention() -> Callable[..., torch.Tensor]:
+    """The function flex_attention, which computes all scores where it is not compiled."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled: Callable[..., torch.Tensor] = torch.compile(flex_attention)
+    return compiled
 
 
 class PackedRows:
@@ -192,23 +235,31 @@ class PackedRows:
         """Take the lengths out of the arguments, and add what depends on them."""
         if "seq_lens" not in kwargs and "cu_seqlens" not in kwargs:
             return None
-        fields = {name: kwargs[name] for name in FIELDS if name in kwargs}
         plain = extract_model_from_parallel(model, keep_torch_compile=False)
         signature = inspect.signature(plain.forward)
         parameters = signature.parameters
-        kwargs = {name: value for name, value in kwargs.items() if name not in FIELDS}
         taken = [name for name in FIELDS if name in parameters]
-        tokens = _tokens_of(args, kwargs, fields)
+        fields = {name: kwargs[name] for name in FIELDS if kwargs.get(name) is not None}
+        kwargs = {name: value for name, value in kwargs.items() if name not in FIELDS}
+        kinds = {parameter.kind for parameter in parameters.values()}
+        if "position_ids" not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
+            # They come with `pack`.
+            kwargs.pop("position_ids", None)
+        try:
+            inputs = signature.bind_partial(*args, **kwargs).arguments
+        except TypeError:
+            # The forward itself raises for its arguments.
+            return args, kwargs
+        tokens = _tokens_of(inputs)
         rows, length = tokens.shape[:2]
         region = None
         if self.sequence is not None:
-            positional = {str(number): value for number, value in enumerate(args)}
-            region = self.sequence.of_inputs(positional | kwargs, model.training)
-            if region is not None:
-                length = region.length
+            region = self.sequence.of_inputs(inputs | kwargs, model.training)
+        if region is not None:
+            length = region.length
         documents = Documents.of_batch(fields, rows, length, tokens.device)
         if documents is None:
-            return args, kwargs
+            return args, kwargs | dict.fromkeys(taken)
         if self.layout and not taken:
             raise ConfigurationError(
                 f"{next(iter(fields))} of a packed batch: {self.layout} does not separate documents. Let the forward "
@@ -216,20 +267,18 @@ class PackedRows:
             )
         if not self._is_compared and model.training and torch.is_grad_enabled():
             self._is_compared = True
-            untraced(self._compare_first)(model, tokens, args, kwargs, taken)
+            untraced(self._compare_first)(model, tokens, args, kwargs)
         if taken:
-            converted = {"seq_lens": documents.lengths, "cu_seqlens": documents.cu_seqlens}
-            return args, kwargs | {name: fields.get(name, converted[name]) for name in taken}
+            forms = {"seq_lens": documents.lengths, "cu_seqlens": documents.cu_seqlens, **fields}
+            return args, kwargs | {name: forms[name] for name in taken}
         if region is not None:
             region.documents = documents
             return args, kwargs
-        if "position_ids" in parameters:
-            inputs = signature.bind_partial(*args, **kwargs).arguments
-            if inputs.get("position_ids") is None:
-                kwargs["position_ids"] = documents.positions
+        if "position_ids" in parameters and inputs.get("position_ids") is None:
+            kwargs["position_ids"] = documents.positions
         self._begin(model, plain, documents)
         if outermost(plain) == [plain]:
-            return self.adapt(plain, args, kwargs) or (args, kwargs)
+            return self.adapt(plain, args, kwargs)
         return args, kwargs
 
     def _begin(self, model: nn.Module, plain: nn.Module, documents: Documents) -> None:
@@ -251,10 +300,14 @@ class PackedRows:
 
     def adapt(self, part: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         """The forward pre-hook of each transformers model in the prepared one."""
-        if self.attention.documents is None:
-            return None
-        bound = inspect.signature(part.forward).bind_partial(*args, **kwargs)
-        changed, self.attention.documents = adapt_packed(part, bound, self.attention.documents)
+        documents = self.attention.documents
+        if documents is None:
+            return args, kwargs
+        try:
+            bound = inspect.signature(part.forward).bind_partial(*args, **kwargs)
+        except TypeError:
+            return args, kwargs
+        changed, self.attention.documents = adapt_packed(part, bound, documents)
         return replace_arguments(bound, args, kwargs, changed)
 
     # -- the first forward
@@ -265,7 +318,6 @@ class PackedRows:
         tokens: torch.Tensor,
         args: tuple[object, ...],
         kwargs: dict[str, Any],
-        taken: list[str],
     ) -> None:
         """Raise ConfigurationError, on every rank, if documents in a row are not computed as rows of their own.
 
@@ -273,26 +325,26 @@ class PackedRows:
         evaluation mode and without gradients; afterwards the model and the random generators are as before. A model
         that fails in them, or that draws random numbers, is not compared.
         """
-        rows, length = tokens.shape[:2]
-        half = min(length, _TOKENS) // 2
+        shape = tokens.shape[:2]
+        half = min(shape[1], _TOKENS) // 2
         plain = extract_model_from_parallel(model, keep_torch_compile=False)
         is_failed, difference = False, ""
 
-        def first(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.shape[:2] == (rows, length):
-                return tensor.narrow(1, 0, 2 * half)
+        def in_a_row(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.shape[:2] == shape:
+                return tensor[:, : 2 * half]
             return tensor
 
         def alone(tensor: torch.Tensor) -> torch.Tensor:
-            tensor = first(tensor)
-            if tensor.shape[:2] == (rows, 2 * half):
-                return tensor.reshape(2 * rows, half, *tensor.shape[2:])
-            if tensor.shape[:1] == (rows,):
+            if tensor.shape[:2] == shape:
+                return tensor[:, : 2 * half].reshape(-1, half, *tensor.shape[2:])
+            if tensor.shape[:1] == shape[:1]:
                 return tensor.repeat_interleave(2, dim=0)
             return tensor
 
-        def forward(cut: Callable[[Any], Any], lengths: list[list[int]]) -> WatchedForward:
+        def forward(cut: Callable[[Any], Any], sizes: list[int]) -> WatchedForward:
             inputs, named = trees.map_leaves(cut, (args, kwargs))
+            named["seq_lens"] = torch.tensor([sizes] * len(cut(tokens)))
             mask = named.get("attention_mask")
             if mask is not None and mask.dim() == 2:
                 # Padding is computed otherwise, and nothing reads it.
@@ -300,9 +352,7 @@ class PackedRows:
             positions = named.get("position_ids")
             if positions is not None and positions.dim() == 2:
                 index = torch.arange(positions.numel(), device=positions.device)
-                named["position_ids"] = positions.min() + (index % half).view_as(positions)
-            if taken or len(lengths[0]) > 1:
-                named["seq_lens"] = torch.tensor(lengths)
+                named["position_ids"] = (index % half).view_as(positions)
             computed = WatchedForward()
             with contextlib.ExitStack() as stack:
                 stack.enter_context(unchanged(model, {"cpu", tokens.device.type}))
@@ -317,8 +367,8 @@ class PackedRows:
 
         try:
             if half:
-                packed = forward(first, [[half, half]] * rows)
-                difference = _difference(forward(alone, [[half]] * 2 * rows), packed)
+                packed = forward(in_a_row, [half, half])
+                difference = _difference(forward(alone, [half]), packed)
         except Exception as error:
             is_failed = True
             logger.debug(f"{class_name(plain)} was not compared on packed rows: {error!r}")
@@ -358,14 +408,13 @@ def _difference(alone: WatchedForward, packed: WatchedForward) -> str:
     return first
 
 
-def _tokens_of(
-    args: tuple[object, ...], kwargs: dict[str, Any], fields: Iterable[str]
-) -> torch.Tensor:
+def _tokens_of(inputs: Mapping[str, Any]) -> torch.Tensor:
     """The argument that is (batch, length, ...)."""
-    usual = [kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
-    for value in (*usual, *args, *kwargs.values()):
+    usual = [inputs.get("input_ids"), inputs.get("inputs_embeds")]
+    values: list[object] = [*usual, *trees.leaves(inputs)]
+    for value in values:
         if isinstance(value, torch.Tensor) and value.dim() > 1:
             return value
     raise ConfigurationError(
-        f"{next(iter(fields))} belongs to rows, and no argument of the model is a tensor (batch, length, ...)"
+        "seq_lens and cu_seqlens belong to rows, and no argument of the model is a tensor (batch, length, ...)"
     )
