@@ -87,8 +87,9 @@ SITUATIONS = (
 )
 # Rows that are not in the table of the page: variants of others, and those that its pictures show.
 LEFT_OUT = re.compile(
-    r"telemetry.* twice without|telemetry both|telemetry of given batches|import a name|growth: .*|.*, 4 ranks"
-    r"|big model (written|memory)|device map: (.*split|nested|.* all).*|loader: .* batch 8"
+    r"telemetry.* (twice without|both|status)|telemetry of given batches|import a name|growth: .*"
+    r"|.*, 4 ranks|pipeline step, 1f1b.*|gather_object large|big model (written|memory)"
+    r"|device map: (.*split|nested|.* all).*|loader: .* batch 8"
 )
 # Where a reader of the README finds more.
 MORE = (
