@@ -153,9 +153,11 @@ def _published(row: Option) -> str:
         return ""
     if row.when == NEVER:
         return "no, the launcher reads it"
-    if row.when in (ALWAYS, SET):
-        return "always" if row.when == ALWAYS else "if it is set"
-    return "with " + " or ".join(f"`--{name}`" for name in row.when or (row.name,))
+    if row.when == ALWAYS:
+        return "always"
+    if row.when in (SET, ()):
+        return "if it is set"
+    return "with " + " or ".join(f"`--{name}`" for name in row.when)
 
 
 # -- pages that are files of the repository
@@ -165,11 +167,11 @@ def launch_options() -> str:
     """Every option of `accelerate launch`."""
     text = [
         "# Launch options\n",
-        "`accelerate launch` takes each option as a flag. The configuration file holds it under the key, and the "
-        "environment holds it in the variable. A flag takes precedence over the variable, and the variable over the "
-        "file. [Launching](../launch.md) explains their use.\n",
-        "Underscores in a flag can be written as hyphens: `--num_processes` is `--num-processes`. A dash in place of "
-        "the key means that a file cannot hold the option.\n",
+        "Give each option of `accelerate launch` as a flag, under its key in the [configuration "
+        "file](../launch.md#configuration), or in its environment variable. A flag wins over the variable, and the "
+        "variable over the file.\n",
+        "`--num-processes` is the same as `--num_processes`. An option with a dash in place of the key cannot be in a "
+        "file.\n",
     ]
     for group in options.GROUPS:
         text.append(
@@ -192,19 +194,16 @@ def environment() -> str:
     own = {row.variable: row for row in options.options().values() if row.variable}
     text = [
         "# Environment variables\n",
-        "These are all environment variables that the package reads. A value of another type raises "
-        "`ConfigurationError`. A variable that begins with `ACCELERATE_` and is not on this page causes a "
-        "warning, because its name may be misspelled.\n",
+        "These are all environment variables that the package reads. Truth values are y, yes, t, true, on, 1 and n, "
+        "no, f, false, off, 0, in any case. A value of another type raises `ConfigurationError`. A variable that "
+        "begins with `ACCELERATE_` and is not on this page causes a warning.\n",
         "## Variables of launch options\n",
         "`accelerate launch` passes its options to the processes in these variables. If another program starts the "
         "processes (`torchrun` or `srun`, for example), set the variables yourself. An argument in the script takes "
-        "precedence.\n",
+        "precedence. [Launch options](launch_options.md) explains the options.\n",
         table(
-            ("variable", "option", "passed to the processes", "meaning"),
-            [
-                (code(name), code(own[name].flag), _published(own[name]), _meaning(own[name]))
-                for name in sorted(own)
-            ],
+            ("variable", "option", "passed to the processes"),
+            [(code(name), code(own[name].flag), _published(own[name])) for name in sorted(own)],
         ),
         "## Further variables of this package\n",
         table(
@@ -243,9 +242,8 @@ def trackers() -> str:
     return "\n".join(
         [
             "# Trackers\n",
-            'A tracker whose package is not installed is left out with a warning. `log_with="all"` stands for every '
-            "installed service that needs no argument beyond those given. [Tracking](../tracking.md) explains "
-            "their use.\n",
+            "[Tracking](../tracking.md) explains their use. A tracker whose package is not installed is left out with "
+            'a warning. `log_with="all"` stands for every installed service that needs no further argument.\n',
             table(("argument", "class", "package", "needs `project_dir`", "description"), rows),
         ]
     )
@@ -310,9 +308,9 @@ def devices() -> str:
     return "\n".join(
         [
             "# Devices\n",
-            "A run takes the machine's accelerator, or its CPU if it has none. `Accelerator(cpu=True)` and `--cpu` "
-            "choose the CPU. The column *package* names what brings the device to torch. The last two columns name "
-            "the resource that is requested there.\n",
+            "A run takes the machine's accelerator, or its CPU if it has none or if `Accelerator(cpu=True)` or `--cpu` "
+            "is given. The package adds the device to torch. The last two columns are the names of the resource in "
+            "Ray and Kubernetes.\n",
             table(header, rows),
         ]
     )
