@@ -308,9 +308,9 @@ def devices() -> str:
     return "\n".join(
         [
             "# Devices\n",
-            "A run takes the machine's accelerator, or its CPU if it has none or if `Accelerator(cpu=True)` or `--cpu` "
-            "is given. The package adds the device to torch. The last two columns are the names of the resource in "
-            "Ray and Kubernetes.\n",
+            "A run takes the machine's accelerator, or its CPU if it has none or if `Accelerator(cpu=True)` or "
+            "`--cpu` is given. The package adds the device to torch. The last two columns are the names of the "
+            "resource in Ray and Kubernetes.\n",
             table(header, rows),
         ]
     )
