@@ -34,6 +34,8 @@ PHRASES = (
     (r"\bby turns\b", "in turn"),
     (r"\bone's own\b", "your own"),
     (r"\bwere (1|one) (started|given)\b", "was"),
+    (r"\bsigns? of life\b", "heartbeat"),
+    (r"\d %(?!\w)", "3%, without a space"),
 )
 
 # In pages only.

@@ -147,13 +147,13 @@ def test_each_output_has_the_same_figures(tmp_path, capsys):
     text = capsys.readouterr().out
     for name, share in figures.items():
         start = {"goodput": "steps that count"}.get(name, f"{name}: ")
-        row = re.search(rf"^\| {start}[^|]*\| ([\d.]+) \| ([\d.]+) % \|$", text, re.M)
+        row = re.search(rf"^\| {start}[^|]*\| ([\d.]+) \| ([\d.]+)% \|$", text, re.M)
         assert float(row[1]) == pytest.approx(share * expected.seconds, abs=0.051)
         assert float(row[2]) == pytest.approx(share * 100, abs=0.051)
     (sentence,) = [line for line in sentences(summarize(opened(folder))) if "goodput" in line]
     sentence = sentence.replace("\u00a0", " ")
-    assert f"{expected.share * 100:.0f} % of 8 min 37 s" in sentence and f"- {sentence}" in text
-    percents = [int(percent) for percent in re.findall(r"\((\d+) %\)", sentence)]
+    assert f"{expected.share * 100:.0f}% of 8 min 37 s" in sentence and f"- {sentence}" in text
+    percents = [int(percent) for percent in re.findall(r"\((\d+)%\)", sentence)]
     shown = sorted((share for share in expected.badput.values() if share >= 0.005), reverse=True)
     assert percents == [round(100 * share) for share in shown]
 
@@ -315,4 +315,4 @@ def test_a_run_that_is_killed_and_restarted(tmp_path):
     assert 40 * 0.08 - 0.1 < steps < 40 * 0.08 + 4
     assert 0.3 < seconds["waiting"] / steps < 0.6
     (message,) = [line for line in launch.stderr.splitlines() if "goodput" in line]
-    assert f"{found.share * 100:.0f}\u00a0% of " in message
+    assert f"{found.share * 100:.0f}% of " in message

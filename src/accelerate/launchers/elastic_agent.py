@@ -182,7 +182,7 @@ class Group(SharedStore):
                 )
 
     def _gone(self) -> list[str]:
-        """The addresses of the members that give no sign of life, at two looks.
+        """The addresses of the members that sent no heartbeat, at two looks.
 
         One that restarts its ranks is absent between two messages.
         """

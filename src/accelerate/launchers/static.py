@@ -28,7 +28,7 @@ from .supervisor import Supervisor, supervise, with_restarts
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-# Seconds without a sign of life after which a machine is lost.
+# Seconds without a heartbeat after which a machine is lost.
 SILENCE = 6.0
 # Seconds that machine 0 has more than its `join_timeout` to answer the others.
 REPLY = 5.0
@@ -186,7 +186,7 @@ class Machines(SharedStore):
         self.store.compare_set("answer", "", json.dumps(answer))
 
     def look(self, store: Store) -> News:
-        """Give a sign of life; machine 0 also looks for those of the others."""
+        """Send a heartbeat; machine 0 also looks for those of the others."""
         self._signs += 1
         store.set(f"alive/{self.spec.machine_rank}", str(self._signs))
         if self.spec.machine_rank == 0:

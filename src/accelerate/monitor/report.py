@@ -75,7 +75,7 @@ def markdown(run: Run) -> str:
         for phase, share in summary.shares.items():
             if share > 0:
                 lines.append(
-                    f"| {phase} | {duration(share * summary.seconds)} | {share * 100:.1f} % |"
+                    f"| {phase} | {duration(share * summary.seconds)} | {share * 100:.1f}% |"
                 )
     goodput = summary.goodput
     if goodput is not None:
@@ -84,7 +84,7 @@ def markdown(run: Run) -> str:
         for cause, share in goodput.badput.items():
             shares[f"{cause}: {BADPUT[cause]}"] = share
         for name, share in shares.items():
-            lines.append(f"| {name} | {share * goodput.seconds:.1f} | {share * 100:.1f} % |")
+            lines.append(f"| {name} | {share * goodput.seconds:.1f} | {share * 100:.1f}% |")
     if summary.stragglers:
         lines += [
             "",
@@ -96,7 +96,7 @@ def markdown(run: Run) -> str:
         for slow in summary.stragglers:
             lines.append(
                 f"| {slow.rank} | {_escaped(slow.host)} | {slow.first:,} to {slow.last:,} | {duration(slow.excess)} "
-                f"({(slow.ratio - 1) * 100:.0f} %) | {slow.phase} |"
+                f"({(slow.ratio - 1) * 100:.0f}%) | {slow.phase} |"
             )
     events = grouped_events(run, _MOST_EVENTS)
     if events:

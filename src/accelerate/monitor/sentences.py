@@ -65,7 +65,7 @@ def sentences(summary: Summary) -> list[str]:
 
 
 def shares_in_words(shares: Mapping[str, float]) -> str:
-    """The phases that take at least 1 % of the time, the longest first."""
+    """The phases that take at least 1% of the time, the longest first."""
     phases = sorted(
         ((share, phase) for phase, share in shares.items() if share >= 0.01), reverse=True
     )
@@ -247,8 +247,8 @@ def _ms(seconds: float) -> str:
 def percent(share: float) -> str:
     """A share in percent."""
     if share >= 0.0095:
-        return f"{share * 100:.0f}\u00a0%"
-    return "under 1\u00a0%"
+        return f"{share * 100:.0f}%"
+    return "under 1%"
 
 
 def _flops(rate: float) -> str:

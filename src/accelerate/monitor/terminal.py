@@ -205,7 +205,7 @@ def _phases(summary: Summary, width: int) -> RenderableType:
             bar.append("█" * max(1, round(share * width)), _COLORS[phase])
             if share >= 0.005:
                 legend.append(
-                    Text("█ ", _COLORS[phase]).append(f"{phase} {share * 100:.0f} %", "none")
+                    Text("█ ", _COLORS[phase]).append(f"{phase} {share * 100:.0f}%", "none")
                 )
     return Panel(
         Group(bar, Columns(legend, padding=(0, 2))), title="phases of a step", title_align="left"

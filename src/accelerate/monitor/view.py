@@ -265,8 +265,8 @@ def stragglers(own: Array, seconds: Array, weight: Array) -> Array:
     """Where ranks are slow: the straggler rule.
 
     A rank is slow in a window of at least `WINDOW` steps if its own time, that of the step without communication
-    and waiting, exceeds the median over ranks (of an even number the lower one) by more than 20 %, and by more than
-    2 % of the step.
+    and waiting, exceeds the median over ranks (of an even number the lower one) by more than 20%, and by more than
+    2% of the step.
 
     Args:
         own: seconds of a step without communication and waiting, of shape (ranks, buckets).

@@ -29,7 +29,7 @@ class Machines(NamedTuple):
 
 
 def machines(handler: RendezvousHandler) -> Machines | None:
-    """The machines as this one knows them since its last sign of life; None for other kinds of rendezvous."""
+    """The machines as this one knows them since its last heartbeat; None for other kinds of rendezvous."""
     if not MACHINES.is_on or not isinstance(handler, DynamicRendezvousHandler):
         return None
     state = handler._state_holder.state

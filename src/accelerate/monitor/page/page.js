@@ -409,7 +409,7 @@ function tile(title, value, className = "") {
   return element("div", { className: `card tile ${className}` }, element("small", {}, title), element("b", {}, value));
 }
 
-const goodputText = (run) => run.summary.goodput ? `${(run.summary.goodput.share * 100).toFixed(1)} %` : "–";
+const goodputText = (run) => run.summary.goodput ? `${(run.summary.goodput.share * 100).toFixed(1)}%` : "–";
 
 function slowText(run) {
   const ranks = run.summary.stragglers.map(({ rank }) => rank);
@@ -432,7 +432,7 @@ function overview() {
       ...(hasValues(run.curves.loss.mean) ? [tile("Loss", compact(last(run.curves.loss.mean)))] : []),
       ...(run.summary.seconds ? [tile("Step time, mean", FORMATS.seconds(run.summary.seconds))] : []),
       ...(run.summary.throughput ? [tile(`${run.unit} / s`, compact(run.summary.throughput, 3))] : []),
-      ...(run.summary.utilization ? [tile("Utilization (MFU)", `${(run.summary.utilization * 100).toFixed(1)} %`)] : []),
+      ...(run.summary.utilization ? [tile("Utilization (MFU)", `${(run.summary.utilization * 100).toFixed(1)}%`)] : []),
       ...(run.summary.goodput ? [tile("Goodput", goodputText(run))] : []),
       ...(run.summary.memory.device ? [tile("Device memory", FORMATS.bytes(run.summary.memory.device))]
         : run.summary.memory.host ? [tile("Host memory", FORMATS.bytes(run.summary.memory.host))] : []),
