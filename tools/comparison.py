@@ -33,7 +33,7 @@ RANKS = {
 
 # What the README shows: a benchmark and how it is described.
 CLAIMS = {
-    "checkpoint wait": "time that a save of 1.1 GiB blocks the loop (ours goes on in the background)",
+    "checkpoint wait": "time that a save of 1.1 GiB blocks the loop (ours continues in the background)",
     "big model load half": "load of 384 MiB of weights, half of them to stay on disk",
     "step": "added to a training step",
 }
@@ -350,7 +350,7 @@ def write() -> dict[Path, str]:
         "",
         "## Time relative to plain PyTorch",
         "",
-        "Less is faster. Bars that are longer than the picture are cut; the number is the ratio.",
+        "Less is faster. The number at each bar is the ratio.",
         "",
         "![Bars: the ratio of each benchmark to plain PyTorch, for this package and for the peer](images/ratios.svg)",
         "",

@@ -39,7 +39,16 @@ PHRASES = (
 )
 
 # In pages only.
-IN_PAGES = ((r", also (?!called|known)", "even, including, too"),)
+IN_PAGES = (
+    (r", also (?!called|known)", "even, including, too"),
+    (r"\b(go|goes|went) on\b", "continue"),
+    (r"\bequally (many|much)\b", "the same number of"),
+    (r"\bof its own form\b|\bform of its own\b", "its own format"),
+    (r"\ba certain one\b", "a specific one"),
+    (r"\ball else\b", "everything else"),
+    (r"\bin the place of\b", "instead of, or replace"),
+    (r"\| what for\b", "purpose"),
+)
 
 
 def _without(pattern: str, text: str) -> str:
