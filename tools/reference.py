@@ -163,6 +163,10 @@ def _published(row: Option) -> str:
 # -- pages that are files of the repository
 
 
+# The kinds of values in the tables of variables.
+TYPES = {"text": "string", "truth": "boolean"}
+
+
 def launch_options() -> str:
     """Every option of `accelerate launch`."""
     text = [
@@ -194,8 +198,8 @@ def environment() -> str:
     own = {row.variable: row for row in options.options().values() if row.variable}
     text = [
         "# Environment variables\n",
-        "These are all environment variables that the package reads. Truth values are y, yes, t, true, on, 1 and n, "
-        "no, f, false, off, 0, in any case. A value of another type raises `ConfigurationError`. A variable that "
+        "These are all environment variables that the package reads. Booleans are y, yes, t, true, on, 1 and n, no, "
+        "f, false, off, 0, in any case. A value of another type raises `ConfigurationError`. A variable that "
         "begins with `ACCELERATE_` and is not on this page causes a warning.\n",
         "## Variables of launch options\n",
         "`accelerate launch` passes its options to the processes in these variables. If another program starts the "
@@ -208,12 +212,18 @@ def environment() -> str:
         "## Further variables of this package\n",
         table(
             ("variable", "type", "meaning"),
-            [(code(row.variable), row.kind, _meaning(row)) for row in options.VARIABLES],
+            [
+                (code(row.variable), TYPES.get(row.kind, row.kind), _meaning(row))
+                for row in options.VARIABLES
+            ],
         ),
         "## Variables of torch's launcher\n",
         "`torchrun` and `accelerate launch` set them. They tell a process its rank, the number of processes, and the "
         "address of rank 0.\n",
-        table(("variable", "type"), [(code(row.variable), row.kind) for row in options.TORCHRUN]),
+        table(
+            ("variable", "type"),
+            [(code(row.variable), TYPES.get(row.kind, row.kind)) for row in options.TORCHRUN],
+        ),
         "## Variables of other programs\n",
         "Schedulers, MPI, drivers of devices, trackers and the system define them. The package reads them where it "
         "works with these programs.\n",

@@ -21,7 +21,7 @@ SECTIONS = {
     for title, text in re.findall(r"^## accelerate (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
 }
 TYPES = {
-    "text": (str,),
+    "string": (str,),
     "number": (int, float),
     "boolean": (bool,),
     "list": (list,),
