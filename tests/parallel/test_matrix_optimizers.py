@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers of matrices whose work is shared, against a plain loop of one process in float64."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +15,6 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate.config.precision import MasterWeightsKwargs
 from accelerate.core.errors import CheckpointError, PrepareError
-from accelerate.parallel import matrices
 from accelerate.parallel.matrices import assign, register_matrix_optimizer, shared_step_of
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -297,14 +298,16 @@ def uneven(accelerator):
 
 
 def one_rank_alone(accelerator):
-    """A state that one rank asks for alone is an error, there and on a rank that comes too late."""
+    """A state that rank 0 asks for alone is an error at once, there and on a rank that comes too late."""
     model, (optimizer,) = make()
     model, optimizer = accelerator.prepare(model, optimizer)
     train(accelerator, model, [optimizer], batches()[:1])
     for rank in range(2):
         if accelerator.process_index == rank:
-            with pytest.raises(CheckpointError, match=r"rank 1 did not .*Orthogonal.state_dict"):
+            begin = time.monotonic()
+            with pytest.raises(CheckpointError, match=r"Orthogonal.state_dict.*on every rank"):
                 optimizer.state_dict()
+            assert time.monotonic() - begin < 60
         accelerator.wait_for_everyone()
     assert len(optimizer.state_dict()["state"]) == 16
 
@@ -402,9 +405,7 @@ def test_right_programs():
     register_matrix_optimizer(Orthogonal, shapes)
     local_steps(start("ddp"))
     uneven(start("ddp"))
-    matrices.STATE_TIMEOUT = 2
     one_rank_alone(start("ddp"))
-    matrices.STATE_TIMEOUT = 600
     for layout in ("fsdp", "ddp"):
         if layout == "ddp":
             register_matrix_optimizer(torch.optim.Muon)

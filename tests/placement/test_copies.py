@@ -5,6 +5,8 @@ import copy
 import functools
 import gc
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import pytest
@@ -426,6 +428,40 @@ def test_two_modules_are_on_the_device_however_far_the_process_is_ahead(order, m
         device.queue.submit(int).result()
         assert len(computed) == 40 and all(computed)
         assert device.peak == 2 * size and device.allocations == 2
+
+
+class Stream:
+    """As torch's, it may not be entered again before it is left, by another thread neither."""
+
+    def __init__(self, device):
+        self.is_entered = False
+
+    def __enter__(self):
+        assert not self.is_entered
+        self.is_entered = True
+
+    def __exit__(self, *error):
+        # Other threads run.
+        time.sleep(0.001)
+        self.is_entered = False
+
+    def record_event(self, event):
+        assert self.is_entered
+
+
+def test_threads_share_the_stream_of_copies(monkeypatch):
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch, "Event", lambda device, blocking: device)
+    device = copies.DeviceCopies(torch.device("cpu"))
+
+    def send(number):
+        host = torch.full((3,), float(number))
+        target = device.empty_like(host)
+        device.copy(host, target)
+        return target[0].item()
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(send, range(32))) == list(range(32))
 
 
 @torch.no_grad()

@@ -719,7 +719,8 @@ def _meet(name: str) -> None:
     agreement = Agreement(PartialState(), "optimizer")
     subject = f"{name}.state_dict"
     absent = "The state is gathered from the ranks that own it: call it on every rank, and write it on one"
-    agreement.announce(subject)
+    if agreement.rank:
+        agreement.announce(subject)
     if others_went_on(agreement, subject, STATE_TIMEOUT):
         text = f"rank {agreement.rank}: the other ranks did not come to `{subject}`, and went on. {absent}"
         agreement.refuse(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping
@@ -59,6 +60,8 @@ class DeviceCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.Stream(device=device)
+        # A stream keeps what its `with` block restores in itself, so that one thread at a time may be in the block.
+        self._entering = threading.Lock()
         self._users: dict[int, torch.Stream] = {}
         # Elsewhere nothing tells which addresses are those of files.
         self.page_locks: bool = device.type == "cuda" and sys.platform == "linux"
@@ -70,14 +73,14 @@ class DeviceCopies:
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Memory on the device for a copy of a tensor."""
-        with self._stream:
+        with self._entering, self._stream:
             return torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device
             )
 
     def copy(self, host: torch.Tensor, target: torch.Tensor) -> Any:
         """Copy pinned memory to the device. Returns the event behind the copy."""
-        with self._stream:
+        with self._entering, self._stream:
             target.copy_(host, non_blocking=True)
             event = torch.Event(self._device, blocking=True)
             self._stream.record_event(event)
