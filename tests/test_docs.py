@@ -37,7 +37,7 @@ def blocks(path: Path) -> list[str]:
 # A block that begins with an import of torch is a whole program; the others are parts of one. A comment before it sets
 # the number of processes. A block of text after it is what the first process prints.
 PROGRAM = re.compile(
-    r"^(?:<!-- processes: (\d) -->\n)?```python\n(import torch\n.*?)^```\n(?:\n```text\n(.*?)^```\n)?",
+    r"^(?:<!-- processes: (\d) -->\n+)?```python\n(import torch\n.*?)^```\n(?:\n```text\n(.*?)^```\n)?",
     re.MULTILINE | re.DOTALL,
 )
 PROGRAMS = [

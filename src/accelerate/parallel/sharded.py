@@ -319,7 +319,7 @@ def _mixed_loss() -> PrepareError:
     # torch takes a plain scalar beside a DTensor for one that is the same on all ranks.
     return PrepareError(
         "the loss is a DTensor: it adds terms of sharded parameters to a plain tensor, which differs on each rank. "
-        "Gather each term: sum(p.square().sum().full_tensor() for p in model.parameters())"
+        "Gather the parameters: sum(p.full_tensor().square().sum() for p in model.parameters())"
     )
 
 
