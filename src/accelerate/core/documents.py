@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping
 from itertools import chain, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -98,8 +100,8 @@ class Documents:
 
     @functools.cached_property
     def longest(self) -> int:
-        """The number of tokens of the longest document."""
-        return int(self.cu_seqlens.diff().max())
+        """The number of tokens of the longest document, with its padding."""
+        return max(map(max, self.lengths))
 
     def without_padding(self, mask: torch.Tensor) -> Documents:
         """The same with the padding of each document, where `mask` (rows, length) is 0, as one of its own."""
@@ -177,12 +179,12 @@ def _block_mask(numbers: torch.Tensor, causal: bool) -> Any:
 
 def _lengths_by_row(seq_lens: Any) -> list[list[int]]:
     # The rows of an array are equally long.
-    is_padded = hasattr(seq_lens, "ndim")
+    is_padded = hasattr(seq_lens, "tolist")
     if is_padded:
-        seq_lens = torch.as_tensor(seq_lens).cpu()
-    rows = [torch.as_tensor(row) for row in seq_lens]
-    if rows and rows[0].dim() == 0:
-        rows = [torch.stack(rows)]
+        seq_lens = seq_lens.tolist()
+    rows = list(seq_lens)
+    if rows and np.ndim(rows[0]) == 0:
+        rows = [rows]
     lengths = [_integers(row) for row in rows]
     for row in lengths:
         while is_padded and row and row[-1] == 0:
@@ -192,17 +194,18 @@ def _lengths_by_row(seq_lens: Any) -> list[list[int]]:
 
 def _lengths_between(cu_seqlens: Any, rows: int, length: int) -> list[list[int]]:
     lengths: list[list[int]] = [[] for _ in range(rows)]
-    for first, end in pairwise(_integers(torch.as_tensor(cu_seqlens))):
+    for first, end in pairwise(_integers(cu_seqlens)):
         row = min(first // length, rows - 1)
         lengths[row].append(end - first)
     return lengths
 
 
-def _integers(values: torch.Tensor) -> list[int]:
-    if values.dim() != 1:
-        raise TypeError(f"a tensor of shape {list(values.shape)}")
-    is_integer = not values.is_floating_point() and values.dtype != torch.bool
-    if values.numel() and not is_integer:
-        raise TypeError(f"values of {values.dtype}")
-    integers: list[int] = values.tolist()
+def _integers(values: Any) -> list[int]:
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    integers = []
+    for value in values:
+        if isinstance(value, bool):
+            raise TypeError("'bool' object is not an integer")
+        integers.append(operator.index(value))
     return integers

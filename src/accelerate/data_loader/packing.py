@@ -168,8 +168,8 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
             lengths.append(padding)
         packed = {}
         for name, column in columns.items():
-            shape = (padding, *column[0].shape[1:])
-            tail = column[0].new_full(shape, self.filling.get(name, 0))
+            filling = self.filling.get(name, 0)
+            tail = column[0].new_full((padding, *column[0].shape[1:]), filling)
             packed[name] = torch.cat([*column, tail])
         packed["position_ids"] = torch.cat([torch.arange(size) for size in lengths])
         zeros = [0] * (self._width - len(lengths))
@@ -214,17 +214,17 @@ def _rows_of(sizes: Integers, length: int, drop_last: bool) -> Rows:
     first_pieces = np.cumsum(counts) - counts
     starts = length * (np.arange(len(documents)) - first_pieces[documents])
     pieces = np.minimum(sizes[documents] - starts, length)
-    _, firsts, rows = np.unique(best_fit(pieces, length), return_index=True, return_inverse=True)
+    rows = np.array(best_fit(pieces, length))
+    _, firsts = np.unique(rows, return_index=True)
     filled = np.bincount(rows, weights=pieces)
-    number = len(filled)
     emptiest = np.lexsort((-firsts, filled))[0]
     firsts[emptiest] = len(pieces)
-    if drop_last and filled[emptiest] < length:
-        number -= 1
     order = np.argsort(firsts[rows], kind="stable")
     in_row = np.bincount(rows)[np.argsort(firsts)]
     ends = np.append(0, np.cumsum(in_row))
-    return Rows(ends[: number + 1], documents[order], starts[order], pieces[order])
+    if drop_last and filled[emptiest] < length:
+        ends = ends[:-1]
+    return Rows(ends, documents[order], starts[order], pieces[order])
 
 
 def _fields_of(dataset: Any, number: int) -> Mapping[str, Any]:

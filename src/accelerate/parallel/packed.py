@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..collectives.objects import gather_each
 from ..core import trees
 from ..core.availability import is_triton_available
 from ..core.documents import FIELDS, Documents
 from ..core.errors import ConfigurationError
 from ..core.modules import class_name, untraced
-from ..logging import MultiProcessAdapter, get_logger
 from ..torch_internals.attention import (
     PUBLIC_NAME,
     names_of_attention,
@@ -29,12 +26,10 @@ from ..torch_internals.attention import (
 )
 from .transformers_inputs import adapt_packed, outermost, replace_arguments
 from .unwrap import extract_model_from_parallel
-from .watched_forward import WatchedForward, relative_error, unchanged
+from .watched_forward import WatchedForward, difference_on_ranks, relative_error, unchanged
 
 if TYPE_CHECKING:
     from .context.region import ContextParallel
-
-logger: MultiProcessAdapter = get_logger(__name__)
 
 # Tokens of each row that the comparison of the first forward computes.
 _TOKENS = 64
@@ -99,12 +94,11 @@ class DocumentAttention:
     ) -> torch.Tensor:
         """Takes the arguments of torch's function, which it replaces. Attention to other rows is computed as it is."""
         documents = self.documents
-        if documents is not None and _are_rows(query, key, documents):
-            if attn_mask is None and dropout_p == 0.0:
-                kernel = kernel_for(query, key, value, enable_gqa)
-                if kernel is not None:
-                    options = {"scale": scale, "enable_gqa": enable_gqa}
-                    return kernel(query, key, value, documents, is_causal, **options)
+        shape = query.shape[0], query.shape[-2]
+        if documents is not None and documents.numbers.shape == shape and key.shape[-2] == shape[1]:
+            kernel = kernel_for(query, key, value)
+            if kernel is not None and attn_mask is None and dropout_p == 0.0:
+                return kernel(query, key, value, documents, is_causal, scale)
             attn_mask = documents.mask(is_causal, attn_mask)
             is_causal = False
             if query.dim() == 3:
@@ -114,21 +108,13 @@ class DocumentAttention:
         )
 
 
-def _are_rows(query: torch.Tensor, key: torch.Tensor, documents: Documents) -> bool:
-    """Whether attention is that of the packed rows to themselves."""
-    rows, length = documents.numbers.shape
-    return query.shape[0] == rows and query.shape[-2] == key.shape[-2] == length
-
-
 def kernel_for(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool = False
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> Callable[..., torch.Tensor] | None:
     """What computes these documents without a mask of (length, length) elements; None if nothing does."""
     if query.device.type != "cuda" or not torch.cuda.is_available() or query.dim() != 4:
         return None
     if query.shape[0] != key.shape[0] or key.shape != value.shape:
-        return None
-    if query.shape[1] != key.shape[1] and not enable_gqa:
         return None
     length, width = query.shape[-2:]
     capability = torch.cuda.get_device_capability(query.device)
@@ -160,7 +146,7 @@ def attend_by_length(
     value: torch.Tensor,
     documents: Documents,
     is_causal: bool,
-    **options: Any,
+    scale: float | None,
 ) -> torch.Tensor:
     """The attention of each document to itself. Queries are (rows, heads, length, width)."""
     # Few devices have it.
@@ -172,7 +158,16 @@ def attend_by_length(
     bounds, longest = documents.cu_seqlens, documents.longest
     query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     output: Any = varlen.varlen_attn(
-        query, key, value, bounds, bounds, longest, longest, window_size=window, **options
+        query,
+        key,
+        value,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=scale,
+        window_size=window,
+        enable_gqa=True,
     )
     attended: torch.Tensor = output.unflatten(0, documents.numbers.shape).transpose(1, 2)
     return attended
@@ -184,11 +179,12 @@ def attend_in_blocks(
     value: torch.Tensor,
     documents: Documents,
     is_causal: bool,
-    **options: Any,
+    scale: float | None,
 ) -> torch.Tensor:
     """The same, by a kernel that leaves out blocks of scores between documents."""
+    attend = compiled_flex_attention()
     block_mask = documents.block_mask(is_causal)
-    return compiled_flex_attention()(query, key, value, block_mask=block_mask, **options)
+    return attend(query, key, value, block_mask=block_mask, scale=scale, enable_gqa=True)
 
 
 @functools.cache
@@ -220,11 +216,11 @@ class PackedRows:
         # A trace has no values.
         has_group = dist.is_available() and dist.is_initialized()
         self._is_compared: bool = has_group and dist.get_backend() == dist.Backend.FAKE
-        self._has_names = False
 
     def watch(self, model: nn.Module) -> None:
         """Add the hooks to a prepared model."""
         plain = extract_model_from_parallel(model, keep_torch_compile=False)
+        self.attention.names |= names_of_attention(plain)
         for part in outermost(plain):
             if part is not plain:
                 part.register_forward_pre_hook(self.adapt, prepend=True, with_kwargs=True)
@@ -276,17 +272,14 @@ class PackedRows:
             return args, kwargs
         if "position_ids" in parameters and inputs.get("position_ids") is None:
             kwargs["position_ids"] = documents.positions
-        self._begin(model, plain, documents)
+        self._begin(model, documents)
         if outermost(plain) == [plain]:
             return self.adapt(plain, args, kwargs)
         return args, kwargs
 
-    def _begin(self, model: nn.Module, plain: nn.Module, documents: Documents) -> None:
+    def _begin(self, model: nn.Module, documents: Documents) -> None:
         """Have attention separate documents until the end of a forward."""
         attention = self.attention
-        if not self._has_names:
-            self._has_names = True
-            attention.names |= names_of_attention(plain)
         attention.is_used = True
         separated = contextlib.ExitStack()
         separated.enter_context(attention.separating(documents))
@@ -325,26 +318,25 @@ class PackedRows:
         evaluation mode and without gradients; afterwards the model and the random generators are as before. A model
         that fails in them, or that draws random numbers, is not compared.
         """
-        shape = tokens.shape[:2]
-        half = min(shape[1], _TOKENS) // 2
         plain = extract_model_from_parallel(model, keep_torch_compile=False)
-        is_failed, difference = False, ""
+        rows, length = tokens.shape[:2]
+        half = min(length, _TOKENS) // 2
 
         def in_a_row(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.shape[:2] == shape:
+            if tensor.shape[:2] == (rows, length):
                 return tensor[:, : 2 * half]
             return tensor
 
         def alone(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.shape[:2] == shape:
-                return tensor[:, : 2 * half].reshape(-1, half, *tensor.shape[2:])
-            if tensor.shape[:1] == shape[:1]:
+            if tensor.shape[:2] == (rows, length):
+                return in_a_row(tensor).reshape(2 * rows, half, *tensor.shape[2:])
+            if tensor.shape[:1] == (rows,):
                 return tensor.repeat_interleave(2, dim=0)
             return tensor
 
-        def forward(cut: Callable[[Any], Any], sizes: list[int]) -> WatchedForward:
+        def forward(cut: Callable[[Any], Any], lengths: list[list[int]]) -> WatchedForward:
             inputs, named = trees.map_leaves(cut, (args, kwargs))
-            named["seq_lens"] = torch.tensor([sizes] * len(cut(tokens)))
+            named["seq_lens"] = torch.tensor(lengths)
             mask = named.get("attention_mask")
             if mask is not None and mask.dim() == 2:
                 # Padding is computed otherwise, and nothing reads it.
@@ -356,34 +348,27 @@ class PackedRows:
             computed = WatchedForward()
             with contextlib.ExitStack() as stack:
                 stack.enter_context(unchanged(model, {"cpu", tokens.device.type}))
-                stack.enter_context(torch.no_grad())
-                if "torch._dynamo" in sys.modules:
-                    stack.enter_context(torch.compiler.set_stance("force_eager"))
                 if self.sequence is not None:
                     stack.enter_context(self.sequence.computing(None))
                 computed.watch(plain, stack)
                 computed.add("the output", model(*inputs, **named))
             return computed
 
-        try:
-            if half:
-                packed = forward(in_a_row, [half, half])
-                difference = _difference(forward(alone, [half]), packed)
-        except Exception as error:
-            is_failed = True
-            logger.debug(f"{class_name(plain)} was not compared on packed rows: {error!r}")
-        everywhere = [(is_failed, difference)]
-        if dist.is_available() and dist.is_initialized():
-            everywhere = gather_each(everywhere[0], operation="the first packed forward")
-        differences = [text for _, text in everywhere if text]
-        if not differences or any(failed for failed, _ in everywhere):
-            return
-        raise ConfigurationError(
-            f"{class_name(plain)} computes the documents of a packed row (seq_lens, cu_seqlens) otherwise than as "
-            f"rows of their own: {differences[0]}. Documents are separated in torch.nn.functional."
-            "scaled_dot_product_attention, and position_ids restart where the forward takes them. What else runs "
-            "along a row must know them: give the model's forward a parameter cu_seqlens or seq_lens"
-        )
+        def compare() -> str:
+            if half == 0:
+                return ""
+            packed = forward(in_a_row, [[half, half]] * rows)
+            separate = forward(alone, [[half]] * 2 * rows)
+            return _difference(separate, packed)
+
+        difference = difference_on_ranks(compare, f"{class_name(plain)} on packed rows")
+        if difference:
+            raise ConfigurationError(
+                f"{class_name(plain)} computes the documents of a packed row (seq_lens, cu_seqlens) otherwise than as "
+                f"rows of their own: {difference}. Documents are separated in torch.nn.functional."
+                "scaled_dot_product_attention, and position_ids restart where the forward takes them. What else runs "
+                "along a row must know them: give the model's forward a parameter cu_seqlens or seq_lens"
+            )
 
 
 def _difference(alone: WatchedForward, packed: WatchedForward) -> str:

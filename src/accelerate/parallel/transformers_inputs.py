@@ -18,7 +18,10 @@ def outermost(model: nn.Module) -> list[nn.Module]:
     library = sys.modules.get("transformers.modeling_utils")
     if library is not None and isinstance(model, library.PreTrainedModel):
         return [model]
-    return [part for child in model.children() for part in outermost(child)]
+    parts = []
+    for child in model.children():
+        parts += outermost(child)
+    return parts
 
 
 def replace_arguments(
@@ -28,7 +31,7 @@ def replace_arguments(
     changed: dict[str, Any],
 ) -> tuple[tuple[object, ...], dict[str, Any]]:
     """The arguments of a call with other values for those in `changed`, each passed by position or name as before."""
-    for name in [name for name in changed if name in bound.arguments and name not in kwargs]:
+    for name in bound.arguments.keys() & changed.keys() - kwargs.keys():
         bound.arguments[name] = changed.pop(name)
     return bound.args[: len(args)], {**kwargs, **changed}
 
@@ -42,16 +45,15 @@ def adapt_packed(
     implementation of attention.
     """
     inputs = bound.arguments
-    takes = bound.signature.parameters
     changed: dict[str, Any] = {}
     mask = inputs.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
         documents = documents.without_padding(mask)
         changed["attention_mask"] = None
-    if "position_ids" in takes and inputs.get("position_ids") is None:
-        changed["position_ids"] = documents.positions
-    if "use_cache" in takes and inputs.get("use_cache") is None:
-        changed["use_cache"] = False
+    defaults = {"position_ids": documents.positions, "use_cache": False}
+    for name in bound.signature.parameters.keys() & defaults.keys():
+        if inputs.get(name) is None:
+            changed[name] = defaults[name]
     labels = inputs.get("labels")
     if labels is not None and shifts_labels(model):
         changed["labels"] = documents.trained_labels(labels)

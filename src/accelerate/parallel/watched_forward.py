@@ -6,16 +6,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from ..collectives.objects import gather_each
 from ..core import devices, trees
 from ..core.modules import class_name
+from ..logging import MultiProcessAdapter, get_logger
 from .gradients import local
 from .unwrap import canonical_name
+
+logger: MultiProcessAdapter = get_logger(__name__)
 
 # Models compute norms and rotations in float32, whatever their dtype.
 _FLOAT32 = torch.finfo(torch.float32).eps
@@ -75,9 +81,25 @@ def relative_error(expected: torch.Tensor, actual: torch.Tensor) -> float:
     return float(largest / rows.square().mean().sqrt())
 
 
+def difference_on_ranks(compare: Callable[[], str], what: str) -> str:
+    """The first difference that `compare` returns on a rank; empty if there is none, or if it fails on a rank."""
+    is_failed, difference = False, ""
+    try:
+        difference = compare()
+    except Exception as error:
+        is_failed = True
+        logger.debug(f"{what} was not compared: {error!r}")
+    everywhere = [(is_failed, difference)]
+    if dist.is_available() and dist.is_initialized():
+        everywhere = gather_each(everywhere[0], operation="the first forward")
+    if any(failed for failed, _ in everywhere):
+        return ""
+    return next((text for _, text in everywhere if text), "")
+
+
 @contextlib.contextmanager
 def unchanged(model: nn.Module, kinds: Iterable[str]) -> Iterator[None]:
-    """A block in which a model does not train, and after which it and random generators are as before.
+    """A block without gradients and compilation, after which a model and random generators are as before.
 
     Raises RuntimeError for a block that draws random numbers.
     """
@@ -95,8 +117,10 @@ def unchanged(model: nn.Module, kinds: Iterable[str]) -> Iterator[None]:
         module.training = False
     try:
         # A forward without gradients may warn of just that; what else it warns of, the loop's own forward does too.
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.no_grad(), contextlib.ExitStack() as stack:
             warnings.simplefilter("ignore")
+            if "torch._dynamo" in sys.modules:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
         for source, state in zip(sources, states, strict=True):
             if not torch.equal(source.get_rng_state(), state):

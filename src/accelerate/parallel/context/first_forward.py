@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,19 +13,15 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...collectives.objects import gather_each
 from ...core import trees
 from ...core.errors import ConfigurationError
 from ...core.modules import class_name, is_wrapper_subclass
-from ...logging import MultiProcessAdapter, get_logger
 from ...torch_internals.compiled import uncompiled
-from ..watched_forward import WatchedForward, relative_error, unchanged
+from ..watched_forward import WatchedForward, difference_on_ranks, relative_error, unchanged
 from .exchange import gather_rows
 
 if TYPE_CHECKING:
     from .region import ContextParallel, SequenceRegion
-
-logger: MultiProcessAdapter = get_logger(__name__)
 
 _TOKENS = 64
 
@@ -53,23 +49,16 @@ def compare_first(
     """
     plain: nn.Module = uncompiled(model)
     cut = _Cut(parallel, model, region, (args, kwargs))
-    differences: list[str] = []
+    what = f"{class_name(plain)} under {region.layout}"
+    difference = ""
     for by_module in (False, True):
-        failed, difference = False, ""
-        try:
-            whole = cut.forward(False, by_module)
-            split = cut.forward(True, by_module)
-            difference = cut.difference(whole, split, by_module)
-        except Exception as error:
-            failed = True
-            logger.debug(f"{class_name(plain)} was not compared under {region.layout}: {error!r}")
-        everywhere = gather_each((failed, difference), operation="the first forward")
-        differences = [text for _, text in everywhere if text]
-        if not differences or any(is_failed for is_failed, _ in everywhere):
+        compare = functools.partial(cut.difference, by_module)
+        difference = difference_on_ranks(compare, what)
+        if not difference:
             return
     raise ConfigurationError(
         f"{class_name(plain)} computes something else under {region.layout} than on whole sequences: on the first "
-        f"{cut.region.length} tokens of a batch, {differences[0]}. Ranks read the rows of other ranks only in "
+        f"{cut.region.length} tokens of a batch, {difference}. Ranks read the rows of other ranks only in "
         "torch.nn.functional.scaled_dot_product_attention (attn_implementation='sdpa' in transformers). What else "
         "mixes rows has its own alone: a convolution, a recurrence, a mean, the first or last token, positions that "
         "the model counts. Give position_ids, or a table of positions as one of the buffers of "
@@ -147,9 +136,6 @@ class _Cut:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(unchanged(self.model, self.parallel.random.kinds))
-            stack.enter_context(torch.no_grad())
-            if "torch._dynamo" in sys.modules:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(self.parallel.computing(region))
             # A model may have them as tables, too.
             for tensor in self.batch.full_tensors:
@@ -163,8 +149,10 @@ class _Cut:
                 computed.add("the output", output)
         return computed
 
-    def difference(self, whole: WatchedForward, split: WatchedForward, by_module: bool) -> str:
+    def difference(self, by_module: bool) -> str:
         """Where two forwards part; empty if the last tensors that can be compared are equal up to rounding."""
+        whole = self.forward(False, by_module)
+        split = self.forward(True, by_module)
         tolerance = 2 * math.sqrt(max(whole.epsilon, split.epsilon))
         first = ""
         last = math.nan
