@@ -70,7 +70,7 @@ def test_wrong_types(accelerator, name, argument, error):
         (lambda accelerator, model: set_seed(-1), "Seed must be between"),
         (
             lambda accelerator, model: Accelerator(deepspeed_plugin={}, deepspeed_plugins={}),
-            "are both given",
+            "pass only one of them",
         ),
         (lambda accelerator, model: find_executable_batch_size(8), "takes a function, not 8"),
     ],
@@ -83,7 +83,7 @@ def test_wrong_arguments(accelerator, call, message):
 def test_placement_flags(accelerator):
     with pytest.raises(PrepareError, match="1 elements"):
         accelerator.prepare(torch.nn.Linear(1, 1), device_placement=[True, False])
-    with pytest.raises(PrepareError, match="without an object"):
+    with pytest.raises(PrepareError, match="without arguments"):
         accelerator.prepare()
 
 
@@ -94,7 +94,7 @@ def test_a_foreign_optimizer_is_said_once(accelerator, caplog):
         accelerator.backward(model(torch.ones(1, 1)).sum())
         optimizer.step()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "belong to no prepared model" in caplog.text
+    assert "do not belong to a prepared model" in caplog.text
 
 
 def test_whole_state_of_an_offloaded_model(accelerator, tmp_path):

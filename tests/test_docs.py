@@ -247,3 +247,11 @@ def test_phrases_are_found(text: str, wrong: int) -> None:
     english = importlib.import_module("tools.english")
     found = [pattern for pattern, _ in english.PHRASES if re.search(pattern, text)]
     assert len(found) == wrong
+
+
+def test_messages_and_help_texts_have_more_phrases() -> None:
+    english = importlib.import_module("tools.english")
+    text = "the file exists already and takes no lock: give another one, or leave it out"
+    assert sum(bool(re.search(pattern, text)) for pattern, _ in english.IN_MESSAGES) == 4
+    paths = {path.name for path, _, _, is_docstring in english.sources() if not is_docstring}
+    assert {"options.py", "launch_help.py", "resolve.py"} <= paths

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -49,6 +49,27 @@ IN_PAGES = (
     (r"\bin the place of\b", "instead of, or replace"),
     (r"\| what for\b", "purpose"),
 )
+# In messages and help texts only.
+IN_MESSAGES = (
+    (r"(?<=[:;,.(] )give (a|an|one|another|--)|\bor give\b", "pass, use, add"),
+    (r"\b(is|are|was|were) (both )?given\b", "was passed"),
+    (r"\b(leave|leaves) (it|them|one|that|this|either) out\b", "remove, omit"),
+    (r"\bexists already\b|\b(is|are|has|have|was|were) (\w+ )?already\b(?! \w)", "already exists"),
+    (r"\bany ?more\b", "no longer"),
+    (r"\banew\b", "again, from scratch"),
+    (r"\b(is|are) not known\b", "is unknown"),
+    (r"\bwhere (there|it|they|one|none|that) (is|are|was)\b(?! available)", "if"),
+    (r"\b(another|other) \w+ than\b", "a different ... than"),
+    (r"\boutside of\b", "outside"),
+    (r"\b(did|does|do|has|have) not come?\b(?! from)", "does not reach, has not arrived"),
+    (
+        r"\b(takes?|returns?|gives?|names?|holds?|needs?|keeps?|sends?|trains?|belongs? to) (no|nothing)\b",
+        "does not take",
+    ),
+    (r"\b(make|makes|made) an? (Accelerator|optimizer|model)\b", "create"),
+    (r", else \b|; else\b", "otherwise"),
+    (r"\bafterwards\b", "afterward"),
+)
 
 
 def _without(pattern: str, text: str) -> str:
@@ -81,41 +102,47 @@ def _is_internal(node: ast.AST) -> bool:
     return isinstance(node, ast.Module)
 
 
-def _texts(tree: ast.Module) -> Iterator[ast.Constant]:
-    """The docstrings of the public classes and functions, and all other texts, such as messages."""
-    internal = set()
+def _texts(tree: ast.Module) -> Iterator[tuple[ast.Constant, bool]]:
+    """The docstrings of the public classes and functions, and all other texts; whether each is a docstring."""
+    internal, docstrings = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             statements = node.body if _is_internal(node) else node.body[1:]
             internal |= {id(item.value) for item in statements if isinstance(item, ast.Expr)}
+        if isinstance(node, ast.Expr):
+            docstrings.add(id(node.value))
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Constant)
             and isinstance(node.value, str)
             and id(node) not in internal
         ):
-            yield node
+            yield node, id(node) in docstrings
 
 
-def sources() -> Iterator[tuple[Path, int, str]]:
-    """The lines of public docstrings and of messages."""
+def sources() -> Iterator[tuple[Path, int, str, bool]]:
+    """The lines of public docstrings, messages and help texts; whether each is of a docstring."""
     for path in sorted((ROOT / "src" / "accelerate").rglob("*.py")):
         tree = ast.parse(path.read_text())
-        for text in _texts(tree):
+        for text, is_docstring in _texts(tree):
             for offset, line in enumerate(_without(r"`[^`]*`", text.value).splitlines()):
-                yield path, text.lineno + offset, line
+                yield path, text.lineno + offset, line, is_docstring
 
 
 def findings() -> list[str]:
     """A line for each phrase: where it is, the phrase, and what to write instead."""
-    lines = []
-    for path, number, line in (*pages(), *sources()):
-        phrases = PHRASES if path.suffix == ".py" else (*PHRASES, *IN_PAGES)
+    lines = set()
+
+    def search(path: Path, number: int, line: str, phrases: Iterable[tuple[str, str]]) -> None:
         for pattern, instead in phrases:
             for match in re.finditer(pattern, line, re.IGNORECASE):
-                place = f"{path.relative_to(ROOT)}:{number}"
-                lines.append(f"{place}: {match[0]!r} (write: {instead})")
-    return sorted(set(lines))
+                lines.add(f"{path.relative_to(ROOT)}:{number}: {match[0]!r} (write: {instead})")
+
+    for path, number, line in pages():
+        search(path, number, line, (*PHRASES, *IN_PAGES))
+    for path, number, line, is_docstring in sources():
+        search(path, number, line, PHRASES if is_docstring else (*PHRASES, *IN_MESSAGES))
+    return sorted(lines)
 
 
 if __name__ == "__main__":

@@ -213,7 +213,8 @@ class Accelerator(RunInterface):
             if checks.truth("fp16", fp16):
                 if mixed_precision not in (None, "fp16"):
                     raise ConfigurationError(
-                        f"fp16=True means mixed_precision='fp16', and mixed_precision={mixed_precision!r} is given too"
+                        "fp16=True means mixed_precision='fp16', and "
+                        f"mixed_precision={mixed_precision!r} is passed as well"
                     )
                 mixed_precision = "fp16"
             if non_finite is None:
@@ -228,12 +229,14 @@ class Accelerator(RunInterface):
                 deepspeed_plugin = deepspeed_plugins
             elif deepspeed_plugins is not None:
                 raise ConfigurationError(
-                    "deepspeed_plugin and deepspeed_plugins are both given, and they are the same argument: give one"
+                    "deepspeed_plugin and deepspeed_plugins are the same argument: pass only one "
+                    "of them"
                 )
             if dynamo_backend is not None:
                 if dynamo_plugin is not None:
                     raise ConfigurationError(
-                        "dynamo_backend and dynamo_plugin are both given: set backend in the plugin"
+                        "dynamo_backend and dynamo_plugin were both passed: set backend in the "
+                        "plugin"
                     )
                 dynamo_plugin = TorchDynamoPlugin(backend=dynamo_backend)  # type: ignore[arg-type]
             request = Request(
@@ -322,7 +325,7 @@ class Accelerator(RunInterface):
         if resume is not None:
             if resume != "auto":
                 raise ConfigurationError(
-                    f"resume={resume!r}: it is 'auto', or None to start from scratch"
+                    f"resume={resume!r}: use 'auto', or None to start from scratch"
                 )
             self._checkpoints.resume_at_first_use()
 
@@ -396,11 +399,11 @@ class Accelerator(RunInterface):
                 for each model that has them. `generate` of sharded transformers models needs no entry.
 
         Returns:
-            The prepared objects in the order given: a tuple, or the object itself if there is only one.
+            The prepared objects in the same order: a tuple, or the object itself if there is only one.
 
         Raises:
-            PrepareError: no object is given, names or a container are given instead of objects, `device_placement` has
-                another length, no model has a method of `forward_methods`, a model is already wrapped in
+            PrepareError: no object is passed, names or a container are passed instead of objects, `device_placement`
+                has the wrong length, a model lacks a method of `forward_methods`, a model is already wrapped in
                 DistributedDataParallel, a model with a device map is prepared on several processes, or an object
                 stands for what another engine makes (`DummyOptim`).
 
@@ -408,7 +411,7 @@ class Accelerator(RunInterface):
             model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
         """
         if not args:
-            raise PrepareError("prepare() was called without an object")
+            raise PrepareError("prepare() was called without arguments")
         if device_placement is None:
             device_placement = [None] * len(args)  # type: ignore[list-item]
         elif len(device_placement) != len(args):
@@ -514,6 +517,9 @@ class Accelerator(RunInterface):
 
         Raises:
             PrepareError: `model` cannot be prepared; see `prepare`.
+
+        Example:
+            model = accelerator.prepare_model(model)
         """
         optimizers, methods = self._preparing
         (prepared,) = self._prepare_models(
@@ -612,9 +618,9 @@ class Accelerator(RunInterface):
         earlier += [prepared.inner for prepared in self._objects.models]
         if earlier and strategy.data_shard != former.data_shard:
             raise PrepareError(
-                f"a {type(earlier[0]).__name__} was prepared for {former.data_shard[1]} data shards, and "
-                f"{type(models[0]).__name__}, sharded already, has {strategy.data_shard[1]}: give both to one call of "
-                "prepare"
+                f"a {type(earlier[0]).__name__} was prepared for {former.data_shard[1]} data "
+                f"shards, but {type(models[0]).__name__}, which is already sharded, has "
+                f"{strategy.data_shard[1]}: pass both to one call of prepare"
             )
         self.plan, self.strategy = resolved.plan, strategy
         self._items.strategy = self._checkpoints.strategy = self._loop.strategy = strategy
@@ -626,8 +632,8 @@ class Accelerator(RunInterface):
         modules = [prepared.module for prepared in self._objects.models]
         if isinstance(model, torch.nn.parallel.DistributedDataParallel) and model not in modules:
             raise PrepareError(
-                f"the {type(model.module).__name__} given to prepare is already wrapped in DistributedDataParallel: "
-                "pass the plain model, prepare wraps it"
+                f"the {type(model.module).__name__} passed to prepare is already wrapped in "
+                "DistributedDataParallel: pass the plain model, and prepare wraps it"
             )
         plain = extract_model_from_parallel(model, keep_torch_compile=False)
         for prepared in self._objects.models:
@@ -641,8 +647,8 @@ class Accelerator(RunInterface):
             for name in prepared.new_parameters():
                 raise added_parameter(prepared, name)
             logger.warning(
-                f"{type(plain).__name__} was given to prepare twice: the prepared model is returned, nothing is "
-                "wrapped again"
+                f"{type(plain).__name__} was passed to prepare twice: prepare returns the "
+                "prepared model and does not wrap it again"
             )
             return module
         return None
@@ -650,7 +656,7 @@ class Accelerator(RunInterface):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Prepare one optimizer: it steps only at the end of an accumulation window.
+        """Prepare one optimizer, which then steps only at the end of an accumulation window.
 
         Args:
             optimizer: the optimizer.
@@ -658,6 +664,9 @@ class Accelerator(RunInterface):
 
         Returns:
             The wrapped optimizer.
+
+        Example:
+            optimizer = accelerator.prepare_optimizer(optimizer)
         """
         if isinstance(optimizer, AcceleratedOptimizer):
             if optimizer not in self._objects.optimizers:
@@ -684,7 +693,7 @@ class Accelerator(RunInterface):
     def prepare_scheduler(
         self, scheduler: LRScheduler | AcceleratedScheduler
     ) -> AcceleratedScheduler:
-        """Prepare one learning-rate scheduler: it steps with the prepared optimizer it belongs to.
+        """Prepare one learning rate scheduler, which then steps with its prepared optimizer.
 
         Args:
             scheduler: the scheduler. Prepare its optimizer first.
@@ -694,6 +703,10 @@ class Accelerator(RunInterface):
 
         Raises:
             PrepareError: `scheduler` stands for one that an engine makes (`DummyScheduler`).
+
+        Example:
+            optimizer = accelerator.prepare_optimizer(optimizer)
+            scheduler = accelerator.prepare_scheduler(scheduler)
         """
         if isinstance(scheduler, AcceleratedScheduler):
             if scheduler not in self._objects.schedulers:
@@ -731,7 +744,7 @@ class Accelerator(RunInterface):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> DataLoader[Any]:
-        """Prepare one data loader: each process gets its share of the batches, on its device.
+        """Prepare one data loader, from which each process gets its share of the batches on its device.
 
         Args:
             data_loader: the loader.
@@ -742,6 +755,11 @@ class Accelerator(RunInterface):
 
         Returns:
             The prepared loader.
+
+        Example:
+            loader = accelerator.prepare_data_loader(DataLoader(dataset, batch_size=8, shuffle=True))
+            for inputs, targets in loader:  # on accelerator.device
+                ...
         """
         if data_loader in self._objects.dataloaders:
             return data_loader
@@ -792,20 +810,25 @@ class Accelerator(RunInterface):
 
         Returns:
             The loader for the remaining batches of one epoch.
+
+        Example:
+            for batch in accelerator.skip_first_batches(loader, 100):  # batches 100, 101, ...
+                ...
         """
         return skip_first_batches(dataloader, num_batches=num_batches)
 
     def track_average(self, model: torch.nn.Module, decay: float | None = 0.999) -> AveragedWeights:
-        """Keep an average of a model's weights (EMA, SWA), which each step of its optimizers updates.
+        """Keep an average of a model's weights (EMA, SWA) that each optimizer step updates.
 
-        It is sharded as the model is, and part of checkpoints: call this before `load_state` or the loop that resumes.
+        The average is sharded like the model and saved in checkpoints. Call this before `load_state` or the loop that
+        resumes.
 
         Args:
             model: a prepared model.
             decay: the weight of the former average in an exponential average; None for the mean of all steps (SWA).
 
         Returns:
-            The average. Inside `with average.applied()` the model has it in place of its weights.
+            The average. Inside `with average.applied()`, the model uses it instead of its weights.
 
         Raises:
             ConfigurationError: `decay` is not at least 0 and less than 1, or DeepSpeed trains the model.
@@ -821,12 +844,13 @@ class Accelerator(RunInterface):
         prepared = self.prepared_model(model)
         if prepared not in self._objects.models:
             raise PrepareError(
-                f"track_average: model ({class_name(model)}) was not prepared. Give it what prepare has returned"
+                f"track_average: model ({class_name(model)}) was not prepared. Pass the model "
+                "that prepare returned"
             )
         if self.distributed_type is DistributedType.DEEPSPEED:
             raise ConfigurationError(
-                "track_average does not compose with DeepSpeed, whose engine keeps the fp32 weights: shard with an "
-                "fsdp_plugin of version 2"
+                "track_average does not work with DeepSpeed, whose engine keeps the fp32 "
+                "weights: shard with an fsdp_plugin of version 2"
             )
         average = AveragedWeights(prepared, self._objects, self.precision, decay)
         self._objects.averages.append(average)
@@ -871,13 +895,19 @@ class Accelerator(RunInterface):
 
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Synchronize gradients in the next backward, although the forward ran under `no_sync`.
+        """Synchronize gradients in the next backward pass, even though the forward pass ran under `no_sync`.
 
         Args:
             model: a prepared model.
 
         Returns:
-            A context manager around the backward.
+            A context manager for the backward pass.
+
+        Example:
+            with accelerator.no_sync(model):
+                loss = model(inputs).loss
+            with accelerator.trigger_sync_in_backward(model):
+                accelerator.backward(loss)
         """
         return sync_in_backward(model)
 
@@ -970,10 +1000,16 @@ class Accelerator(RunInterface):
 
         Raises:
             ValueError: no LOMO optimizer is prepared.
+
+        Example:
+            optimizer = accelerator.prepare(lomo_optim.Lomo(model, lr=1e-3))
+            accelerator.lomo_backward(model(inputs).loss, learning_rate=1e-3)
         """
         fused = self._lomo_optimizers()
         if not fused:
-            raise ValueError("lomo_backward needs a prepared LOMO optimizer (package lomo_optim)")
+            raise ValueError(
+                "lomo_backward needs a prepared LOMO optimizer (from the lomo_optim package)"
+            )
         for observer in self._loop.active:
             observer.before_backward(loss)
         for optimizer in fused:
@@ -1014,6 +1050,12 @@ class Accelerator(RunInterface):
 
         Raises:
             PrepareError: an optimizer was not prepared.
+
+        Example:
+            accelerator.backward(loss)
+            accelerator.unscale_gradients(optimizer)
+            largest = max(p.grad.abs().max() for p in model.parameters())
+            optimizer.step()
         """
         if self.precision.scaler is None:
             return
@@ -1053,7 +1095,7 @@ class Accelerator(RunInterface):
     ) -> torch.Tensor | None:
         """Scale gradients so that their total norm over all shards is at most `max_norm`.
 
-        Inside an accumulation window it scales nothing.
+        Inside an accumulation window it does not scale anything.
 
         Args:
             parameters: the parameters whose gradients are scaled together.
@@ -1089,11 +1131,17 @@ class Accelerator(RunInterface):
     def clip_grad_value_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float
     ) -> None:
-        """Clamp each element of the gradients to [-clip_value, clip_value]. Inside a window it does nothing.
+        """Clamp each element of the gradients to [-clip_value, clip_value].
+
+        It has no effect inside an accumulation window.
 
         Args:
             parameters: the parameters whose gradients are clamped.
             clip_value: the largest absolute value.
+
+        Example:
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_value_(model.parameters(), 0.5)
         """
         if not self.gradient_state.sync_gradients:
             return
@@ -1111,6 +1159,13 @@ class Accelerator(RunInterface):
 
         Returns:
             A context manager.
+
+        Example:
+            with accelerator.join_uneven_inputs([model], even_batches=False):
+                for inputs, targets in loader:
+                    accelerator.backward(loss_function(model(inputs), targets))
+                    optimizer.step()
+                    optimizer.zero_grad()
         """
         block = self.strategy.join(joinables, self._objects.dataloaders, even_batches)
         if not self.strategy.joins:
@@ -1140,6 +1195,11 @@ class Accelerator(RunInterface):
 
         Returns:
             A context manager.
+
+        Example:
+            tensors = [batch["input_ids"], batch["shift_labels"]]
+            with accelerator.maybe_context_parallel(buffers=tensors, buffer_seq_dims=[1, 1]):
+                accelerator.backward(model(**batch).loss)
         """
         if self.strategy.sequence is None:
             return NullContext()
@@ -1158,6 +1218,11 @@ class Accelerator(RunInterface):
 
         Returns:
             A loader of this rank's shards, with `position_ids`, and with `shift_labels` instead of `labels`.
+
+        Example:
+            loader = accelerator.deepspeed_ulysses_dl_adapter(loader, model)
+            for batch in loader:  # the rows of this rank
+                ...
         """
         if self.strategy.sequence is None:
             return dl
@@ -1169,11 +1234,15 @@ class Accelerator(RunInterface):
         Call it after `prepare`; the memory of optimizer states is known after the first step.
 
         Args:
-            all_ranks: show the memory of every rank. Every process must then call it. Otherwise it communicates
-                nothing, and one process may call it alone.
+            all_ranks: show the memory of every rank. Every process must then call it. Otherwise it does not
+                communicate, and one process may call it alone.
 
         Returns:
             The report, on each process that calls it. The main process prints it.
+
+        Example:
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            accelerator.explain()
         """
         from .parallel.report.explain import Row, explain
         from .parallel.report.models import memory_usage
@@ -1210,6 +1279,10 @@ class Accelerator(RunInterface):
 
         Returns:
             The `PreparedModel`.
+
+        Example:
+            prepared = accelerator.prepared_model(model)
+            prepared.inner  # the model as the layout runs it
         """
         for prepared in self._objects.models:
             if model is prepared.module or model is prepared.inner:
@@ -1232,6 +1305,9 @@ class Accelerator(RunInterface):
 
         Returns:
             The model.
+
+        Example:
+            accelerator.unwrap_model(model).config  # an attribute of the original model
         """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
@@ -1248,6 +1324,10 @@ class Accelerator(RunInterface):
         Returns:
             The state dict with unsharded tensors; layouts that gather to one process return an empty one on the
             others.
+
+        Example:
+            state = accelerator.get_state_dict(model)  # on every process
+            accelerator.save(state, "model.bin")
         """
         prepared = self.prepared_model(model)
         if any(has_offloaded_params(module) for module in model.modules()):
@@ -1269,6 +1349,10 @@ class Accelerator(RunInterface):
 
         Raises:
             TypeError: `model` is not a module.
+
+        Example:
+            if accelerator.verify_device_map(model):
+                print("the model is spread over several devices")
         """
         return any(
             len(getattr(module, "hf_device_map", None) or ()) > 1 for module in model.modules()
@@ -1306,6 +1390,9 @@ class Accelerator(RunInterface):
 
         Returns:
             None for each object.
+
+        Example:
+            model, optimizer = accelerator.clear(model, optimizer)
         """
         return self.free_memory(*objects)
 
@@ -1332,8 +1419,8 @@ class Accelerator(RunInterface):
         """Save models, optimizers, schedulers, loaders, random states and registered objects.
 
         Every process must call it. In data parallelism, where all processes have the same models and optimizers, the
-        main one may call it alone: then the random states and unfinished gradients of the others are not saved. The
-        folder appears complete or not at all.
+        main process may call it alone: the random states and unfinished gradients of the others are then not saved.
+        The folder appears either complete or not at all.
 
         Args:
             output_dir: the folder. May be None with automatic naming, which uses
@@ -1341,7 +1428,7 @@ class Accelerator(RunInterface):
             safe_serialization: save weights as safetensors; otherwise in torch's format.
             blocking: if False, return as soon as the state is copied, and write it in the background.
             layout: "native", or "compat" for the API's own file names and formats.
-            save_model_func_kwargs: none is supported.
+            save_model_func_kwargs: accepted for compatibility; must be empty.
 
         Returns:
             The folder.
@@ -1356,7 +1443,7 @@ class Accelerator(RunInterface):
         """
         if save_model_func_kwargs:
             names = ", ".join(sorted(save_model_func_kwargs))
-            raise ConfigurationError(f"save_state got unknown arguments: {names}")
+            raise ConfigurationError(f"save_state got unexpected arguments: {names}")
         wait = self.replacement("wait_for_everyone")
         if wait is not None and self.project_configuration.automatic_checkpoint_naming:
             wait()
@@ -1384,6 +1471,9 @@ class Accelerator(RunInterface):
 
         Raises:
             CheckpointError: there is no checkpoint, or it is damaged or does not match the prepared objects.
+
+        Example:
+            accelerator.load_state("checkpoints/step_1000")
         """
         with short_traceback:
             return self._checkpoints.load(input_dir, load_kwargs, **load_model_func_kwargs)
@@ -1393,15 +1483,15 @@ class Accelerator(RunInterface):
     ) -> LoadReport | None:
         """Load the project's newest valid checkpoint, if there is one, and save when the run is preempted.
 
-        Loaders continue after the last batch that was trained on. From then on, the run also saves when it is
-        preempted: at the next batch after any process received one of `signals`, all processes save and exit with
-        `exit_code`. Call it after all objects are prepared and registered. `Accelerator(resume="auto")` calls it at
+        Loaders continue after the last trained batch. From then on, the run also saves when it is preempted:
+        at the next batch after any process received one of `signals`, all processes save and exit with `exit_code`.
+        Call this after all objects are prepared and registered. `Accelerator(resume="auto")` calls it at
         the first pass over a loader.
 
         Args:
             signals: the names of the signals; an empty list disables this.
-            exit_code: of a run that a signal has stopped. Default: 128 plus the signal's number (143 for SIGTERM), by
-                which a launcher or a job scheduler sees that the run is not complete.
+            exit_code: the exit code of a run that a signal stopped. Default: 128 plus the signal's number (143 for
+                SIGTERM), which tells a launcher or job scheduler that the run is not complete.
 
         Returns:
             A report of what was loaded, with the epoch to continue in `epoch`; None if the run starts from scratch.
@@ -1416,7 +1506,7 @@ class Accelerator(RunInterface):
     def request_stop(self) -> None:
         """Save and end the run at the next safe point, on all processes, with the exit code of a SIGTERM.
 
-        Any process may call it, also in a signal handler. Before the first step it ends the process.
+        Any process may call it, even in a signal handler. Before the first step it ends the process.
 
         Raises:
             ConfigurationError: `resume` was not called.
@@ -1445,6 +1535,10 @@ class Accelerator(RunInterface):
 
         Raises:
             ValueError: an object lacks one of these methods.
+
+        Example:
+            accelerator.register_for_checkpointing(tokens_seen)
+            accelerator.save_state("checkpoint")  # includes tokens_seen.state_dict()
         """
         check_custom(objects)
         self._objects.custom.extend(objects)
@@ -1458,6 +1552,13 @@ class Accelerator(RunInterface):
 
         Returns:
             A handle whose `remove()` removes the hook.
+
+        Example:
+            def save_tokenizer(models, weights, output_dir):
+                if accelerator.is_main_process:
+                    tokenizer.save_pretrained(output_dir)
+
+            accelerator.register_save_state_pre_hook(save_tokenizer)
         """
         return register_hook(self._checkpoints.save_hooks, hook)
 
@@ -1470,6 +1571,13 @@ class Accelerator(RunInterface):
 
         Returns:
             A handle whose `remove()` removes the hook.
+
+        Example:
+            def show(models, input_dir):
+                accelerator.print("loading", input_dir)
+
+            handle = accelerator.register_load_state_pre_hook(show)
+            handle.remove()
         """
         return register_hook(self._checkpoints.load_hooks, hook)
 
@@ -1482,16 +1590,20 @@ class Accelerator(RunInterface):
     ) -> None:
         """Save the weights of a prepared model, with an index if there are several files.
 
-        Of a peft model with a frozen base, these are the adapters, in the files of `PeftModel.save_pretrained`.
+        For a peft model with a frozen base, it saves the adapters, in the files of `PeftModel.save_pretrained`.
 
-        The main process writes. Every process must call this for sharded layouts; in data parallelism the main one may
-        do so alone. Call `wait_for_everyone` before another process reads the files.
+        The main process writes. Every process must call this for sharded layouts; in data parallelism the main
+        process may call it alone. Call `wait_for_everyone` before another process reads the files.
 
         Args:
             model: a prepared model.
             save_directory: the folder.
             max_shard_size: the largest size of a file, in bytes or as text such as "10GB".
             safe_serialization: save safetensors; otherwise torch's format.
+
+        Example:
+            accelerator.save_model(model, "model")
+            accelerator.wait_for_everyone()
         """
         if self.replacement("get_state_dict") is None and self._checkpoints.save_adapters(
             self.prepared_model(model), save_directory, safe_serialization
@@ -1519,6 +1631,9 @@ class Accelerator(RunInterface):
             obj: what `torch.save` accepts; a dict of tensors with `safe_serialization`.
             f: the path of the file.
             safe_serialization: save safetensors instead of calling `torch.save`.
+
+        Example:
+            accelerator.save({"step": step}, "progress.pt")
         """
         save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
@@ -1554,6 +1669,12 @@ class Accelerator(RunInterface):
                 {tracker name: further arguments of that tracker}.
             kwargs: the same by name. `background`: whether `log` only copies the values, and a thread calls the
                 services.
+
+        Example:
+            accelerator = Accelerator(log_with="tensorboard", project_dir="runs")
+            accelerator.init_trackers("demo", config={"learning_rate": 1e-3})
+            accelerator.log({"loss": 0.5}, step=1)
+            accelerator.end_training()
         """
         if self.is_main_process:
             with short_traceback:
@@ -1567,15 +1688,18 @@ class Accelerator(RunInterface):
             unwrap: return the run object of its client package instead.
 
         Returns:
-            The tracker; one whose methods do nothing on processes that do not log.
+            The tracker. On processes that do not log, its methods have no effect.
 
         Raises:
             ValueError: other trackers have started, but not this one.
+
+        Example:
+            run = accelerator.get_tracker("wandb", unwrap=True)  # the client's own object
         """
         return self._trackers.get(name, unwrap)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Log values to every tracker. On processes that do not log it does nothing.
+        """Log values to every tracker. It has no effect on processes that do not log.
 
         The arguments are `log(values, step=None, log_kwargs={})`.
 
@@ -1596,10 +1720,10 @@ class Accelerator(RunInterface):
         flops_per_sample: float | None = None,
         peak: float | None = None,
     ) -> None:
-        """State how much training computes, so that telemetry shows the utilization of the devices (MFU).
+        """Declare how much computation training needs, so that telemetry can show the devices' utilization (MFU).
 
         It does nothing without telemetry. `torch.utils.flop_counter.FlopCounterMode` counts the operations of a step;
-        for a dense transformer 6 operations per parameter and token are a usual estimate.
+        for a dense transformer, 6 operations per parameter and token is a common estimate.
 
         Args:
             flops_per_token: floating point operations of forward and backward for one token, on all devices
@@ -1620,7 +1744,11 @@ class Accelerator(RunInterface):
             self._recorder.event("work", **work)
 
     def end_training(self) -> None:
-        """Finish background writes, close the trackers and leave the process group. Call it on every process."""
+        """Finish background writes, close the trackers and leave the process group. Call it on every process.
+
+        Example:
+            accelerator.end_training()  # the last line of the script
+        """
         self._checkpoints.end_training()
 
     # -- profile
@@ -1636,6 +1764,11 @@ class Accelerator(RunInterface):
 
         Returns:
             A context manager, which yields the profiler.
+
+        Example:
+            with accelerator.profile() as profiler:
+                accelerator.backward(loss_function(model(inputs), targets))
+            accelerator.print(profiler.key_averages().table(row_limit=10))
         """
         options = profile_handler or self.plan.handlers.profile
         return profile(options, self.state.process_index, self.state.wait_for_everyone)
@@ -1772,7 +1905,8 @@ def _shard_elsewhere(
 @functools.cache
 def _warn_of_replaced(names: tuple[str, ...]) -> None:
     logger.warning(
-        f"{', '.join(names)} of accelerate was replaced, which changes nothing: prepare and checkpoints do not call it"
+        f"{', '.join(names)} of accelerate was replaced, which has no effect: prepare and "
+        "checkpoints do not call it"
     )
 
 

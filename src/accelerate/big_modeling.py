@@ -51,9 +51,10 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Inside the block modules are built on the meta device: of any size, in no memory, and without data.
+    """Return a context in which modules are built on the meta device: of any size, without memory or data.
 
-    Parameters only, unless `include_buffers` (default: the variable ACCELERATE_INIT_INCLUDE_BUFFERS, else False).
+    Only parameters are on the meta device, unless `include_buffers` is true (default: the variable
+    ACCELERATE_INIT_INCLUDE_BUFFERS, otherwise False).
 
     Example:
         with init_empty_weights():
@@ -65,9 +66,15 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: Place, include_buffers: bool | None = None) -> Iterator[None]:
-    """Inside the block the parameters of modules are put on `device` as they are registered.
+    """Return a context in which the parameters of new modules are created on `device`.
 
-    With `include_buffers` every new tensor, buffers among them, is made there.
+    Args:
+        device: the device.
+        include_buffers: also create buffers and all other new tensors there.
+
+    Example:
+        with init_on_device("cuda:0"):
+            model = Model(config)
     """
     if include_buffers is None:
         include_buffers = env.get_flag("ACCELERATE_INIT_INCLUDE_BUFFERS")
@@ -108,7 +115,7 @@ def cpu_offload(
     state_dict: Mapping[str, torch.Tensor] | None = None,
     preload_module_classes: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Keep the weights of a model on the CPU, and copy those of each module to a device for its forward.
+    """Keep a model's weights on the CPU, and copy each module's weights to a device for its forward pass.
 
     Args:
         model: the model, changed in place.
@@ -120,6 +127,10 @@ def cpu_offload(
 
     Returns:
         The model.
+
+    Example:
+        model = cpu_offload(model, execution_device="cuda:0")
+        outputs = model(inputs)
     """
     execution_device = _take_back(model, execution_device)
     if state_dict is None:
@@ -138,7 +149,7 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Keep the weights of a model in files, and load those of each module for its forward.
+    """Keep a model's weights in files, and load each module's weights for its forward pass.
 
     Args:
         model: the model, changed in place.
@@ -150,6 +161,10 @@ def disk_offload(
 
     Returns:
         The model.
+
+    Example:
+        model = disk_offload(model, "offload", execution_device="cuda:0")
+        outputs = model(inputs)
     """
     execution_device = _take_back(model, execution_device)
     check_devices({"": execution_device})
@@ -205,7 +220,7 @@ def cpu_offload_with_hook(
     execution_device: Place | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep `model` on the CPU until its forward. It then stays on `execution_device` until `offload()` is called.
+    """Keep `model` on the CPU until its forward pass. It then stays on `execution_device` until `offload()` is called.
 
     Returns the model and a handle with `offload()` and `remove()`. Models that run one after the other form a chain:
     each gets the handle of the one before as `prev_module_hook`, and sends that away when its own turn comes.
@@ -405,8 +420,9 @@ def _refuse_recurrent_layers_under_sequence_parallelism(model: nn.Module) -> Non
     config: Any = getattr(model, "config", None)
     if "linear_attention" in (getattr(config, "layer_types", None) or ()):
         raise PrepareError(
-            f"{type(model).__name__} has layers of 'linear_attention', which carry a state along the sequence: under "
-            "sequence parallelism each rank would start it anew. Train it without sp_size"
+            f"{type(model).__name__} has 'linear_attention' layers, which carry a state along the "
+            "sequence: under sequence parallelism each rank would restart that state. Train it "
+            "without sp_size"
         )
 
 

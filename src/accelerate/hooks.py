@@ -49,7 +49,7 @@ _accelerate_added_attributes = list(MOVES)
 
 
 class CpuOffload(ModelHook):
-    """Keeps a model on the CPU until its forward, and then on `execution_device` until it is offloaded.
+    """Keeps a model on the CPU until its forward pass, and then on `execution_device` until it is offloaded.
 
     It leaves by the `offload` of its UserCpuOffloadHook, or when the next model of a chain comes: `prev_module_hook`
     is that of the model before this one, which goes as this one is brought. The default device is the accelerator in
@@ -84,7 +84,7 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """The handle of a model with a CpuOffload hook: `offload` sends it to the CPU, `remove` takes the hook away."""
+    """The handle of a model with a CpuOffload hook: `offload` moves it to the CPU, `remove` removes the hook."""
 
     def __init__(self, model: nn.Module, hook: CpuOffload) -> None:
         self.model = model
@@ -100,7 +100,7 @@ class UserCpuOffloadHook:
 
 
 class LayerwiseCastingHook(ModelHook):
-    """Stores a module's weights in one dtype (such as an 8-bit one) and casts them to another for each forward."""
+    """Stores a module's weights in one dtype (such as an 8-bit dtype) and casts them for each forward pass."""
 
     def __init__(
         self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool

@@ -43,8 +43,9 @@ class LocalSGD:
         self.enabled: bool = enabled and accelerator.use_distributed
         if self.enabled and not accelerator.strategy.has_replicas:
             raise NotImplementedError(
-                f"LocalSGD averages full replicas of the model, and {accelerator.strategy.name} keeps none on a "
-                "process: use DDP, or train without LocalSGD"
+                "LocalSGD averages full replicas of the model, but with "
+                f"{accelerator.strategy.name} a process does not hold one: use DDP, or train "
+                "without LocalSGD"
             )
         self.accelerator = accelerator
         self.model = model

@@ -137,7 +137,10 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
 
 
 def rank_0_logger(name: str) -> logging.Logger:
-    """A logger of this package for lines that are the same on all ranks. Unlike `get_logger`'s, it needs no state."""
+    """A logger of this package for messages that are the same on all ranks.
+
+    Unlike `get_logger`'s loggers, it does not need a state.
+    """
     logger = logging.getLogger(name)
     logger.addFilter(lambda record: messages.is_rank_0())
     return logger

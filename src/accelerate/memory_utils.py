@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from .core.lazy import public_names
 from .core.messages import warn
 
-warn("accelerate.memory_utils is an old name: import from accelerate.utils.memory", FutureWarning)
+warn("accelerate.memory_utils is deprecated: import from accelerate.utils.memory", FutureWarning)
 
 if not TYPE_CHECKING:
     __getattr__ = public_names(__name__)

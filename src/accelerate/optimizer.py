@@ -212,7 +212,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
 
 def is_optimizer(obj: object) -> bool:
-    """Whether an object is an optimizer, or has all that one has, as the wrapper of schedulefree."""
+    """Whether an object is an optimizer, or has the same interface, such as the schedulefree wrapper."""
     if isinstance(obj, torch.optim.Optimizer):
         return True
     names = ("param_groups", "state", "step", "zero_grad", "state_dict", "load_state_dict")
@@ -220,7 +220,7 @@ def is_optimizer(obj: object) -> bool:
 
 
 def plain_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside a prepared one; any other as it is."""
+    """The optimizer inside a prepared optimizer; other optimizers are returned unchanged."""
     if isinstance(optimizer, AcceleratedOptimizer):
         return optimizer.optimizer
     return optimizer

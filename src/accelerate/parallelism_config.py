@@ -54,6 +54,10 @@ class ParallelismConfig:
         tp_handler, cp_handler, sp_handler, pp_handler: options, with defaults where the dimension is in use.
 
     Raises ConfigurationError (a ValueError) for sizes that cannot be combined.
+
+    Example:
+        config = ParallelismConfig(dp_shard_size=4, tp_size=2)  # 8 processes
+        accelerator = Accelerator(parallelism_config=config)
     """
 
     dp_replicate_size: int | None = None
@@ -82,7 +86,8 @@ class ParallelismConfig:
         for name, kind in _HANDLERS.items():
             if not self._take_handler(name, kind):
                 warn(
-                    f"{name}_handler has no effect with {name}_size=1: set {name}_size above 1, or leave it out"
+                    f"{name}_handler has no effect with {name}_size=1: set {name}_size above 1, "
+                    "or remove it"
                 )
         if self.cp_enabled and self.sp_enabled:
             raise ConfigurationError(
@@ -115,7 +120,7 @@ class ParallelismConfig:
                 self._variables[name] = origin
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ConfigurationError(
-                f"{origin} must be at least 1, an integer, but got {origin}={size!r}"
+                f"{origin} must be an integer of at least 1, but got {origin}={size!r}"
             )
         setattr(self, attribute, size)
 

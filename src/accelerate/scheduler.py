@@ -116,10 +116,11 @@ class AcceleratedScheduler:
         if self._calls_past_end > 1 + epoch and not self._early_end_reported:
             self._early_end_reported = True
             _logger.warning(
-                f"{type(schedule).__name__} has ended at step {end} of its schedule, after "
-                f"{self._calls - self._calls_past_end} calls in this run, and the loop goes on: a call advances it by "
-                f"{self.steps_per_call}. Give it as many steps as one process would need for all data, or pass "
-                "step_scheduler_with_optimizer=False to Accelerator to advance it by one"
+                f"{type(schedule).__name__} ended at step {end} of its schedule, after "
+                f"{self._calls - self._calls_past_end} calls in this run, but the loop continues: "
+                f"each call advances it by {self.steps_per_call}. Give it as many steps as one "
+                "process would need for all data, or pass step_scheduler_with_optimizer=False to "
+                "Accelerator to advance it by one"
             )
 
     def get_last_lr(self) -> list[float]:

@@ -40,7 +40,7 @@ SharedDict = dict
 
 
 class ThreadLocalSharedDict(threading.local):
-    """A class attribute: a dict that all instances share, one for each thread. Each thread may replace its own."""
+    """A class attribute with a dict for each thread that all instances share. Each thread may replace its own."""
 
     def __init__(self, thread_local: bool = False) -> None:
         self._storage: dict[Any, Any] = {}
@@ -53,7 +53,7 @@ class ThreadLocalSharedDict(threading.local):
 
 
 class ProcessView:
-    """Which process this is, and what runs on some processes only: for the states and the `Accelerator`."""
+    """The rank of this process, and methods that run code on some processes only."""
 
     device: torch.device
     num_processes: int
@@ -81,22 +81,37 @@ class ProcessView:
         return self.process_index == self.num_processes - 1
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process has called this."""
+        """Wait until every process has called this.
+
+        Example:
+            if accelerator.is_main_process:
+                prepare_files()
+            accelerator.wait_for_everyone()
+        """
         _barrier("wait_for_everyone")
 
     @contextlib.contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Run the block on the main process first, then on all others.
+        """Return a context in which the main process runs the block first, then all others.
 
         Raises:
             DistributedOperationException: on the other processes, where the block fails on the main process.
+
+        Example:
+            with accelerator.main_process_first():
+                dataset = load_dataset("imdb")  # the others read the cache
         """
         with process.goes_first(self.is_main_process, _wait_for_first):
             yield
 
     @contextlib.contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Run the block on each machine's first process first, then on all others."""
+        """Return a context in which each machine's first process runs the block first, then all others.
+
+        Example:
+            with accelerator.local_main_process_first():
+                dataset = load_dataset("imdb")
+        """
         with process.goes_first(self.is_local_main_process, _wait_for_first):
             yield
 
@@ -120,44 +135,59 @@ class ProcessView:
             yield share
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Decorate a function to run on the main process only; the other processes get None.
+        """Decorate a function to run only on the main process; the other processes get None.
 
         Args:
             function: the function.
 
         Returns:
             The decorated function.
+
+        Example:
+            @accelerator.on_main_process
+            def report(loss):
+                print(loss)
         """
         return self.on_process(function, process_index=0)
 
     def on_local_main_process(
         self, function: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """Decorate a function to run on the first process of each machine only; the other processes get None.
+        """Decorate a function to run only on the first process of each machine; the other processes get None.
 
         Args:
             function: the function.
 
         Returns:
             The decorated function.
+
+        Example:
+            @accelerator.on_local_main_process
+            def clean_scratch():
+                shutil.rmtree("/scratch/run")
         """
         return self.on_local_process(function, local_process_index=0)
 
     def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function to run on the last process only; the other processes get None.
+        """Decorate a function to run only on the last process; the other processes get None.
 
         Args:
             function: the function.
 
         Returns:
             The decorated function.
+
+        Example:
+            @accelerator.on_last_process
+            def report(loss):
+                print(loss)
         """
         return process.only_if(lambda: self.is_last_process, function)
 
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorate a function to run on one process only; the other processes get None.
+        """Decorate a function to run only on one process; the other processes get None.
 
         Args:
             function: the function; None if the decorator is used with arguments.
@@ -180,7 +210,7 @@ class ProcessView:
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Decorate a function to run on one process of each machine only; the other processes get None.
+        """Decorate a function to run only on one process of each machine; the other processes get None.
 
         Args:
             function: the function; None if the decorator is used with arguments.
@@ -189,6 +219,11 @@ class ProcessView:
 
         Returns:
             The decorated function.
+
+        Example:
+            @accelerator.on_local_process(local_process_index=1)
+            def warm_cache():
+                ...
         """
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
@@ -198,7 +233,11 @@ class ProcessView:
         )
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the first process of each machine only; the arguments are those of `print`."""
+        """Print only on the first process of each machine. The arguments are those of `print`.
+
+        Example:
+            accelerator.print(f"epoch {epoch}: loss {loss.item():.4f}")
+        """
         if self.is_local_main_process:
             print(*args, **kwargs)
 
@@ -222,6 +261,11 @@ class PartialState(ProcessView):
 
     Attributes: `device`, `process_index`, `num_processes`, `local_process_index`, `distributed_type`, `backend`,
     `debug`, `fork_launched`.
+
+    Example:
+        state = PartialState()
+        with state.split_between_processes(prompts) as mine:
+            results = [generate(prompt) for prompt in mine]
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -342,7 +386,7 @@ class PartialState(ProcessView):
         if name in type(self)._known_attributes:
             raise AttributeError(
                 f"`{type(self).__name__}` object has no attribute `{name}`: the state was reset. "
-                "Make a new `Accelerator()` or `PartialState()` first."
+                "Create a new `Accelerator()` or `PartialState()` first."
             )
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
@@ -366,7 +410,7 @@ def _present_topology() -> Topology:
 
 
 class AcceleratorState(ProcessView):
-    """PartialState with the options of the run: precision, plugins and mesh. All instances share one state."""
+    """A PartialState with the options of the run: precision, plugins and mesh. All instances share one state."""
 
     _shared_state: ClassVar[dict[str, Any]] = {}
     _known_attributes: ClassVar[list[str]] = [
@@ -445,9 +489,10 @@ class AcceleratorState(ProcessView):
             )
         if mixed_precision is not None and mixed_precision != self.__dict__["_mixed_precision"]:
             raise ConfigurationError(
-                f"AcceleratorState already exists with mixed_precision={self.__dict__['_mixed_precision']!r} "
-                f"and cannot become {mixed_precision!r}: pass it to the first Accelerator() of the process, or start "
-                "a new one"
+                "AcceleratorState already exists with "
+                f"mixed_precision={self.__dict__['_mixed_precision']!r} and cannot become "
+                f"{mixed_precision!r}: pass it to the first Accelerator() of the process, or "
+                "start a new process"
             )
 
     def __repr__(self) -> str:
@@ -509,9 +554,7 @@ class AcceleratorState(ProcessView):
             names = ", ".join(map(repr, plugins))
         else:
             names = "none with a name"
-        raise ConfigurationError(
-            f"there is no DeepSpeed plugin {name!r}: the Accelerator was given {names}"
-        )
+        raise ConfigurationError(f"there is no DeepSpeed plugin {name!r}: Accelerator got {names}")
 
     @property
     def is_fsdp2(self) -> bool:
@@ -540,7 +583,7 @@ class AcceleratorState(ProcessView):
         if is_reset and name in (*self._known_attributes, "mixed_precision"):
             raise AttributeError(
                 f"`AcceleratorState` object has no attribute `{name}`: the state was reset. "
-                "Make a new `Accelerator()` first."
+                "Create a new `Accelerator()` first."
             )
         raise AttributeError(f"'AcceleratorState' object has no attribute '{name}'")
 
@@ -561,7 +604,7 @@ def _parse_precision(requested: str | None) -> str:
 
 
 def is_initialized() -> bool:
-    """Whether the shared options exist, as they do once there was an `Accelerator`."""
+    """Whether the shared options exist, as they do after an `Accelerator` was created."""
     return bool(AcceleratorState._shared_state)
 
 
@@ -570,7 +613,7 @@ def do_nothing(*args: object, **kwargs: object) -> None:
 
 
 def wait_for_everyone() -> None:
-    """Return when every process has called this."""
+    """Wait until every process has called this."""
     PartialState().wait_for_everyone()
 
 

@@ -304,7 +304,7 @@ def test_why_a_run_has_no_verdict(certify, runs):
     runs.change = lambda run, number, tensors: None
     runs.info.clear()
     # The script ends by itself before its last step, or without one.
-    assert "without a step" in notes("ddp:2", steps=3)
+    assert "before any prepared optimizer took a step" in notes("ddp:2", steps=3)
     runs.info["shards"] = 1
     assert "parallelism_config" in notes("ddp:2")
     runs.info.clear()

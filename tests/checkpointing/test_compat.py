@@ -120,11 +120,11 @@ def test_functions_that_need_no_accelerator(tmp_path):
     assert {path.name for path in saved.iterdir()} == theirs | {"custom_checkpoint_1.pkl"}
     expected = train(first, optimizer, scheduler, 3)
     second, optimizer, scheduler, loader = objects()
-    with pytest.raises(CheckpointError, match="no weights of model 1"):
+    with pytest.raises(CheckpointError, match="the weights of model 1"):
         load_accelerator_state(saved, [second, second], [optimizer], [scheduler], [loader], 0)
     with pytest.raises(ConfigurationError, match=r"process_index is 1, .*rank 0"):
         load_accelerator_state(saved, [second], [optimizer], [scheduler], [loader], 1)
-    with pytest.raises(CheckpointError, match="there is no folder"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         load_accelerator_state(tmp_path / "none", [second], [optimizer], [scheduler], [loader], 0)
     assert load_accelerator_state(saved, [second], [optimizer], [scheduler], [loader], 0) == {
         "step": 5
@@ -204,7 +204,7 @@ def test_positions_of_other_loaders_are_not_used_and_noted(tmp_path, process):
         custom=[Counted()],
     )
     assert any(
-        "leave the 5 batches" in note
+        "skip the 5 batches" in note
         for note in load_run(run, tmp_path / "c", process=process).notes
     )
     (tmp_path / "c" / "dl_state_dict.bin").unlink()

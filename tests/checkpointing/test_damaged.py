@@ -123,10 +123,12 @@ def test_where_all_are_damaged_nothing_moves(root):
     for call in (lambda run: run.resume(signals=()), lambda run: run.load_state()):
         accelerator, model = new_run(root.parent)
         before = model.weight.clone()
-        with pytest.raises(CheckpointError, match=r"no valid checkpoint.*move them away"):
+        with pytest.raises(
+            CheckpointError, match=r"does not contain a valid checkpoint.*move them away"
+        ):
             call(accelerator)
         assert torch.equal(model.weight, before)
-        with pytest.raises(ConfigurationError, match="exists already"):
+        with pytest.raises(ConfigurationError, match="already exists"):
             accelerator.save_state()
         accelerator.end_training()
     assert names(root) == [f"checkpoint_{number}" for number in range(4)]
@@ -138,7 +140,7 @@ def test_an_explicit_path_is_refused_and_stays(root):
     with pytest.raises(CorruptCheckpoint, match=r"model\.safetensors"):
         accelerator.load_state(root / "checkpoint_3")
     accelerator.load_state(root / "checkpoint_2")
-    with pytest.raises(ConfigurationError, match="exists already"):
+    with pytest.raises(ConfigurationError, match="already exists"):
         accelerator.save_state()
     assert names(root) == [f"checkpoint_{number}" for number in range(4)]
 

@@ -252,7 +252,7 @@ def test_decoding_imports_nothing_and_calls_nothing(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("trap_module:Thing", "os:system", "subprocess:Popen", "builtins:eval"):
         for tag in ("enum", "namedtuple"):
-            with pytest.raises(CheckpointError, match="Import the module"):
+            with pytest.raises(CheckpointError, match="import the module"):
                 decode({"$": tag, "type": name, "v": ["true"]}, {}, "a file")
     assert not marker.exists()
     for document, words in (

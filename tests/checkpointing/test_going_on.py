@@ -210,7 +210,7 @@ def test_a_run_that_names_its_folders_is_stopped_and_resumed_under_a_number(tmp_
 
 
 def test_what_cannot_work_is_said_at_once(tmp_path):
-    with pytest.raises(ConfigurationError, match="resume='always': it is 'auto'"):
+    with pytest.raises(ConfigurationError, match="resume='always': use 'auto'"):
         Run(tmp_path, resume="always")
     reset_states()
     with pytest.raises(ConfigurationError, match=r"resume='auto'\) needs a folder"):

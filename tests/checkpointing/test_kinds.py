@@ -26,7 +26,7 @@ class Average:
 
     def load_state_dict(self, state):
         if state["values"].shape != self.values.shape:
-            raise CheckpointError("it has another shape")
+            raise CheckpointError("it has a different shape")
         self.values = state["values"].clone()
 
 
@@ -81,7 +81,7 @@ def test_a_new_kind_is_counted_and_its_damage_found(
         load_run(other.bundle(), tmp_path / "before", process=process)
     save_run(other.bundle(), tmp_path / "c", process=process)
     other.model.average.values = torch.zeros(3)
-    with pytest.raises(CheckpointError, match=r"/c: weight trace 0 \(Average\).*another shape"):
+    with pytest.raises(CheckpointError, match=r"/c: weight trace 0 \(Average\).*a different shape"):
         load_run(other.bundle(), tmp_path / "c", process=process)
     name = {Written.FILE: "average", Written.ONCE: "session", Written.RANK: "random_states_0"}[
         written
@@ -117,7 +117,7 @@ def test_layout_compat_warns_of_a_kind_without_a_file(
             process=process,
             options=Options("compat"),
         )
-    assert "layout='compat'" in caplog.text and "weight trace: not saved" in caplog.text
+    assert "layout='compat'" in caplog.text and "weight trace, which is not saved" in caplog.text
     other = averaged(small_run(seed=1), 7.0)
     report = load_run(other.bundle(), tmp_path / "c", process=process)
     assert other.model.average.values[0] == 7
@@ -128,7 +128,7 @@ def test_layout_compat_warns_of_unfinished_gradients(tmp_path, caplog):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = accelerator.prepare(torch.nn.Linear(2, 2))
     accelerator.save_state(tmp_path / "a", layout="compat")
-    assert "no place" not in caplog.text
+    assert "cannot store" not in caplog.text
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.ones(1, 2)).sum())
     accelerator.save_state(tmp_path / "b", layout="compat")

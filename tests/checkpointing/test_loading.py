@@ -148,7 +148,9 @@ def test_the_newest_valid_one_is_taken_and_the_skipped_are_told(tmp_path, small_
     assert resume(small_run().bundle(), tmp_path, process=process).folder.name == "checkpoint_1"
     for number in (0, 1):
         (tmp_path / f"checkpoint_{number}" / "session.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no valid checkpoint is left.*session\.json"):
+    with pytest.raises(
+        CheckpointError, match=r"does not contain a valid checkpoint.*session\.json"
+    ):
         resume(small_run().bundle(), tmp_path, process=process)
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         load_newest(small_run().bundle(), tmp_path / "none", process=process)
@@ -204,7 +206,7 @@ def test_a_foreign_file_is_refused_by_name(tmp_path, small_run, process, same_te
     other = small_run(seed=5)
     before = other.weights()
     for number, why in (
-        (2, r"model\.safetensors is none of its files"),
+        (2, r"model\.safetensors is not one of its files"),
         (1, r"model\.safetensors: .*checksum"),
     ):
         with pytest.raises(CorruptCheckpoint, match=why):
@@ -251,7 +253,7 @@ def test_another_optimizer_and_other_numbers_of_objects(tmp_path, small_run, pro
     groups = torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:]}])
     fewer = torch.optim.AdamW(parameters[1:])
     for optimizer, needle in (
-        (torch.optim.SGD(parameters, lr=0.1), "saved by AdamW, which has no dampening"),
+        (torch.optim.SGD(parameters, lr=0.1), "saved by AdamW, which does not have dampening"),
         (groups, "1 parameter groups saved, 2 here"),
         (fewer, "parameters saved"),
         (torch.optim.AdamW(parameters[::-1]), r"parameter 0: shape \[4, 4\] saved, \[4\] here"),

@@ -186,8 +186,8 @@ def test_damage_is_named_before_anything_is_written(saved, kind, number, tmp_pat
 
 
 def test_what_is_no_sharded_model_is_told(saved, tmp_path, capsys):
-    assert "no such folder" in refused(capsys, tmp_path / "none", tmp_path / "out")
-    assert "no shards of a model" in refused(capsys, tmp_path, tmp_path / "out")
+    assert "does not exist" in refused(capsys, tmp_path / "none", tmp_path / "out")
+    assert "not hold the shards of a model" in refused(capsys, tmp_path, tmp_path / "out")
     assert "the shards of an optimizer" in refused(
         capsys, saved / "run" / "optimizer_0", tmp_path / "out"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index of torch's own shards: nothing outside of its folder is opened, and no memory is taken on its word."""
+"""The index of torch's own shards: nothing outside its folder is opened, and no memory is taken on its word."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_the_path_in_an_index_is_of_any_python_and_system(folder, name):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"relative_path": "../secret"}, "outside of its folder"),
-        ({"relative_path": "/etc/hostname"}, "outside of its folder"),
+        ({"relative_path": "../secret"}, "outside its folder"),
+        ({"relative_path": "/etc/hostname"}, "outside its folder"),
         ({"relative_path": "pipe"}, "it names pipe"),
         ({"relative_path": "absent"}, "it names absent"),
     ],

@@ -61,7 +61,7 @@ def test_counted_rows():
     assert gather_objects_counted(["a", "b", "c"], (2,)) == ["a", "b"]
     with pytest.raises(ConfigurationError, match="rank 0 has 5 samples"):
         gather_counted(data, (5,))
-    with pytest.raises(ConfigurationError, match="2 counts were given for 1 ranks"):
+    with pytest.raises(ConfigurationError, match="2 counts were passed for 1 ranks"):
         gather_counted(data, (1, 1))
 
 

@@ -39,5 +39,5 @@ def test_synchronize_refuses():
         synchronize_rng_states(["foo"])
     with pytest.raises(ConfigurationError, match="needs a generator"):
         synchronize_rng_states(["generator"])
-    with pytest.raises(ConfigurationError, match="no xpu device here"):
+    with pytest.raises(ConfigurationError, match="not have a xpu device"):
         synchronize_rng_states(["xpu"])

@@ -338,12 +338,12 @@ def test_uneven_rows():
         assert gather_objects_counted(mine["ids"].tolist(), counts) == expected["ids"].tolist()
     refuses(
         ConfigurationError,
-        "was given a tensor of shape [1]",
+        "passed a tensor of shape [1]",
         gather_counted,
         torch.ones(1),
         [2] * world(),
     )
-    refuses(ConfigurationError, "1 counts were given", gather_counted, torch.ones(1), [1])
+    refuses(ConfigurationError, "1 counts were passed", gather_counted, torch.ones(1), [1])
 
 
 @everywhere

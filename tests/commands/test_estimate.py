@@ -139,9 +139,9 @@ def test_a_configuration_in_the_cache_needs_no_network(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("content", "arguments", "told"),
     [
-        (None, [], "has no config.json"),
+        (None, [], "does not contain a config.json"),
         ("{", [], "it is not JSON"),
-        ("[]", [], "has no keys"),
+        ("[]", [], "does not have any keys"),
         ("{}", [], "--library_name"),
         ('{"model_type": "no such type"}', [], "no such type"),
         ('{"model_type": "bert", "hidden_size": "wide"}', [], "transformers cannot build"),
@@ -166,5 +166,5 @@ def test_without_transformers_or_the_hub(tmp_path, monkeypatch):
         estimate.build(str(tmp_path))
     with pytest.raises(ConfigurationError, match="huggingface_hub, which is not installed"):
         estimate.build("some/model")
-    with pytest.raises(ConfigurationError, match="no such file or folder"):
+    with pytest.raises(ConfigurationError, match="some/model does not exist"):
         estimate.build("./some/model")

@@ -117,7 +117,7 @@ def test_checkpoints_in_a_bucket(options, tmp_path, capsys):
     assert f"{place}/out" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         export(f"{place}/three", tmp_path / "out")
-    assert f"{place}/three has no" in capsys.readouterr().err
+    assert f"{place}/three does not have" in capsys.readouterr().err
 
 
 def test_a_configuration_from_elsewhere(tmp_path, capsys):
@@ -126,7 +126,7 @@ def test_a_configuration_from_elsewhere(tmp_path, capsys):
     accelerator.save_model(accelerator.prepare(model_of()), tmp_path / "weights")
     export(tmp_path / "weights", tmp_path / "out")
     assert (
-        "without config.json" in capsys.readouterr().out
+        "without a config.json" in capsys.readouterr().out
         and not (tmp_path / "out" / "config.json").exists()
     )
     llama(tie_word_embeddings=True).save_pretrained(tmp_path / "base")
@@ -221,7 +221,7 @@ def project(tmp_path_factory):
         ("nothing out", ["nothing does not exist"]),
         (". out", ["is not a checkpoint", "checkpoint_1"]),
         ("two out", ["several models", "two/model_1.safetensors"]),
-        ("checkpoint_0 file", ["file", "give a folder"]),
+        ("checkpoint_0 file", ["file", "pass a folder"]),
         ("checkpoint_0 out --max_shard_size 5", ["--max_shard_size", "5.0GB"]),
         (
             "checkpoint_0 out --merge_adapters --base other",

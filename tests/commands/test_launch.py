@@ -20,32 +20,32 @@ FILES = {
 }
 TWO = "--cpu --num_machines 2 --num_processes 2 --main_process_ip 127.0.0.1"
 CASES = [
-    (CPU, "none.py", "there is no script 'none.py'"),
+    (CPU, "none.py", "the script 'none.py' does not exist"),
     (CPU, "trian.py", "did you mean train.py?"),
     (CPU, "", "the following arguments are required: training_script"),
-    (CPU, "-m no.such.module", "there is no module 'no.such.module'"),
+    (CPU, "-m no.such.module", "the module 'no.such.module' is neither in"),
     (
         CPU,
         "--no_python train.py",
-        "there is no program 'train.py' on the PATH; the file of this name is not executable",
+        "the program 'train.py' is not on the PATH; the file with this name is not executable",
     ),
     (
         CPU,
         f"{TWO} --rdzv_conf join_timout=5 train.py",
-        "no setting 'join_timout' (did you mean join_timeout?)",
+        "unknown setting 'join_timout' (did you mean join_timeout?)",
     ),
-    (CPU, "--log_dir= --num_processes 2 train.py", "log_dir='' names no folder"),
+    (CPU, "--log_dir= --num_processes 2 train.py", "log_dir='' does not name a folder"),
     (
         CPU,
         "--main_process_ip --cpu train.py",
-        "expected one argument; a value that begins with a hyphen is given as",
+        "expected one argument; write a value that begins with a hyphen as",
     ),
     (
         CPU,
         "--main_process_ip -x train.py",
-        "main_process_ip='-x': '-x' is not the name or address of a host",
+        "main_process_ip='-x': '-x' is not a host name or address",
     ),
-    (CPU, "--engine deepspeed train.py", "the engine deepspeed needs --deepspeed_hostfile"),
+    (CPU, "--engine deepspeed train.py", "the deepspeed engine needs --deepspeed_hostfile"),
     (CPU, "--config_file zero.json train.py", "zero.json:1: unknown key bf16"),
     (
         CPU,
@@ -57,7 +57,7 @@ CASES = [
         "--nproc-per-node=2 --num_processes 2 train.py",
         "nproc_per_node (flag --nproc_per_node) and num_processes (flag --num_processes) contradict each other",
     ),
-    (CPU, "--standalone train.py", "unknown option --standalone: leave it out"),
+    (CPU, "--standalone train.py", "unknown option --standalone: remove it"),
     (CPU, "-h resilence", "no topic or option 'resilence' (did you mean resilience?)"),
     (CPU, ".", "'.' is a folder without a __main__.py"),
     (
@@ -68,23 +68,27 @@ CASES = [
     (
         GPUS,
         "--num_processes 3 train.py",
-        "requests 3 processes on this machine, which has 2 cuda devices to use",
+        "requests 3 processes on this machine, which has 2 cuda devices available",
     ),
-    (GPUS, "--gpu_ids 1,2 train.py", "there is no device 2; this machine has 2 (cuda 0 to 1)"),
+    (
+        GPUS,
+        "--gpu_ids 1,2 train.py",
+        "the device 2 does not exist; this machine has 2 (cuda 0 to 1)",
+    ),
     (
         CPU,
         "--gpu_ids 0,1 train.py",
-        "gpu_ids='0,1' (flag --gpu_ids): this machine has no accelerator",
+        "gpu_ids='0,1' (flag --gpu_ids): this machine does not have an accelerator",
     ),
     (
         CPU,
         "--multi_gpu train.py",
-        "multi_gpu=True (flag --multi_gpu): this machine has no accelerator",
+        "multi_gpu=True (flag --multi_gpu): this machine does not have an accelerator",
     ),
     (
         CPU,
         "--num_gpus=all train.py",
-        "it means one process for each accelerator, and there is none to use",
+        "it means one process for each accelerator, but none is available",
     ),
     (CPU, "--num_processes 0 train.py", "--num_processes=0 is out of range: use 1"),
     (CPU, "--num_processes two train.py", "--num_processes='two' is not an integer"),
@@ -135,9 +139,9 @@ CASES = [
     (
         CPU,
         f"{TWO} --num_processes 3 train.py",
-        "num_processes=3 counts the processes of all machines together",
+        "num_processes=3 is the total over all machines",
     ),
-    (CPU, f"{TWO} --engine local train.py", "engine='local' (flag --engine) is one machine"),
+    (CPU, f"{TWO} --engine local train.py", "engine='local' (flag --engine) means one machine"),
     (
         CPU,
         "--cpu --multi_gpu train.py",

@@ -128,7 +128,7 @@ def test_nothing_fits(capsys):
     assert "does not fit" in printed.out and "in KiB:" in printed.out
     assert max(map(len, printed.out.splitlines())) <= 100
     assert re.search("accelerate: 2 of [0-9]+ layouts: fsdp, .*, step ", printed.err)
-    assert re.search("nothing fits into 97.66 KiB.*nearest, fsdp.* more", printed.err)
+    assert re.search("no layout fits in 97.66 KiB.*closest, fsdp.* more", printed.err)
 
 
 def test_what_was_estimated_before_an_interrupt_is_shown(capsys, monkeypatch):
@@ -161,7 +161,7 @@ WRONG = {
     "plan_net:branches --batch 8x64:float32 --machine 1x1GB": r"Net \(.*py:11\) needs real data",
     "plan_net:broken --batch 8x64 --machine 1x1GB": r"fails on the meta device: RuntimeError: no such thing \(.*:17\)",
     "plan_net:number --batch 8x64 --machine 1x1GB": "must return a torch.nn.Module",
-    "plan_net:nothing --batch 8x64 --machine 1x1GB": "has no function 'nothing'",
+    "plan_net:nothing --batch 8x64 --machine 1x1GB": "does not have a function 'nothing'",
     "no_such_module:make --batch 8x64 --machine 1x1GB": "no_such_module cannot be imported, from /.*No module named",
     "lacks:make --batch 8x64 --machine 1x1GB": r"No module named 'no_such_package' \(/.*/lacks.py:1\)",
     "wrong:make --batch 8x64 --machine 1x1GB": r"module wrong cannot be imported.*SyntaxError.*\(/.*/wrong.py:1\)",
@@ -169,18 +169,18 @@ WRONG = {
     "./plan_net.py:make --batch 8x64 --machine 1x1GB": "module ./plan_net.py cannot be imported",
     "plan_net:make --batch 0x64 --machine 1x1GB": "is not a batch",
     "plan_net:make --batch 7x64:float32 --machine 2x1GB --layouts ddp": "7 samples are not divisible by 2",
-    "plan_net:make --batch 8x64 --machine lots": "--machine 'lots' is not understood",
+    "plan_net:make --batch 8x64 --machine lots": "--machine 'lots' cannot be parsed",
     "plan_net:make --batch 8x64 --machine 8xz900": "the device 'z900' is unknown",
     "plan_net:make --batch 8x64 --machine 8x1GB --layouts fdsp": "did you mean fsdp",
-    "plan_net:make --batch 8x64 --machine 8x1GB --calibrate none.json": "--calibrate none.json: it cannot be read",
-    "plan_net:make --batch 8x64 --link 3": "give --machine too",
-    "plan_net:make --batch 8x64 --memory -1": "--memory -1.0: give a number above 0",
+    "plan_net:make --batch 8x64 --machine 8x1GB --calibrate none.json": "--calibrate none.json cannot be read",
+    "plan_net:make --batch 8x64 --link 3": "also add --machine",
+    "plan_net:make --batch 8x64 --memory -1": "--memory -1.0: use a number above 0",
     "plan_net:make --batch 8x64 --write .": "--write='.' is a folder",
     "plan_net:make --batch 8x64 --machine 1x1GB --optimizer lion": "--optimizer 'lion' is unknown",
     "plan_net:mixture --batch 8x64 --machine 2x1GB --write plan.yaml --layout ep2+fsdp2": (
-        r"no configuration file selects it.*distributed_config=DistributedConfig\(fsdp_size=2, ep_size=2\)"
+        r"a configuration file cannot select it.*distributed_config=DistributedConfig\(fsdp_size=2, ep_size=2\)"
     ),
-    "./none --batch 8x64 --machine 1x1GB": "there is no such file or folder",
+    "./none --batch 8x64 --machine 1x1GB": "./none does not exist",
 }
 
 

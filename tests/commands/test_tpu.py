@@ -132,8 +132,8 @@ def test_gcloud_gets_the_arguments_and_its_code_is_ours(tmp_path, monkeypatch, c
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--command", "ls"], "no tpu_name: give --tpu_name"),
-        (["--tpu_name", "n", "--command", "ls"], "no tpu_zone"),
+        (["--command", "ls"], "tpu_name is missing: add --tpu_name"),
+        (["--tpu_name", "n", "--command", "ls"], "tpu_zone is missing"),
         (POD, "nothing to run"),
         ([*POD, "--command_file", "none.sh"], "none.sh cannot be read"),
         (

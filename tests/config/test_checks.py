@@ -71,8 +71,8 @@ REFUSED = [
     (TENSOR, {"enable_async_tp": True}, "enable_async_tp=True needs"),
     (SEQUENCE, {"sp_seq_length_is_variable": "no"}, "sp_seq_length. must be provided"),
     (PIPELINE, {"schedule": "1f2b"}, "schedule='1f2b': use one of gpipe"),
-    (PIPELINE, {"stages_per_rank": 2}, "stages_per_rank=2: under schedule='gpipe'"),
-    (PIPELINE, {"split_points": ["layers.1", 2]}, "split_points holds 2"),
+    (PIPELINE, {"stages_per_rank": 2}, "stages_per_rank=2: with schedule='gpipe'"),
+    (PIPELINE, {"split_points": ["layers.1", 2]}, "split_points contains 2"),
     (SIZES, {"cp_backend": ""}, "cp_backend must be one of"),
     (
         SIZES,
@@ -293,7 +293,7 @@ def test_precision_that_differs_from_the_file_is_refused():
         (
             GradientAccumulationPlugin,
             {"adjust_scheduler": 3},
-            "adjust_scheduler=3 is neither True nor False",
+            "adjust_scheduler=3: use True or False",
         ),
         (
             ProjectConfiguration,
@@ -309,7 +309,7 @@ def test_precision_that_differs_from_the_file_is_refused():
         (
             AutocastKwargs,
             {"cache_enabled": 3},
-            "AutocastKwargs.cache_enabled=3 is neither True nor False",
+            "AutocastKwargs.cache_enabled=3: use True or False",
         ),
         (
             DataLoaderConfiguration,
@@ -319,7 +319,7 @@ def test_precision_that_differs_from_the_file_is_refused():
         (
             DataLoaderConfiguration,
             {"device_placement": "lazy", "dispatch_batches": True},
-            "device_placement='lazy' and dispatch_batches=True",
+            "device_placement='lazy' does not work with dispatch_batches=True",
         ),
     ],
 )

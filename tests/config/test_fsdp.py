@@ -129,9 +129,7 @@ def test_auto_wrap_policies_become_functions_of_the_model():
     plugin.set_auto_wrap_policy(model)
     assert plugin.auto_wrap_policy.keywords == {"transformer_layer_cls": {torch.nn.Linear}}
     plugin = Plugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP")
-    with pytest.warns(
-        UserWarning, match="transformer_cls_names_to_wrap names no class, .*Sequential"
-    ):
+    with pytest.warns(UserWarning, match="transformer_cls_names_to_wrap is empty, .*Sequential"):
         plugin.set_auto_wrap_policy(model)
     model._no_split_modules = "ReLU"
     plugin = Plugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP")

@@ -111,7 +111,7 @@ def test_older_spellings_are_read_and_noted(read):
         "fsdp_backward_prefetch": "BACKWARD_PRE",
     }
     assert len(found.notes) == 6 and any(
-        "use_mps_device has no effect" in note for note in found.notes
+        "use_mps_device no longer has an effect" in note for note in found.notes
     )
 
 
@@ -130,7 +130,7 @@ def test_older_spellings_are_read_and_noted(read):
         ("num_processes: [2]\n", r"not an integer"),
         ("mixed_precision: bf61\n", r"not one of no, fp16, bf16, fp8 \(did you mean bf16\?\)"),
         ("fsdp_config: 3\n", r":1: fsdp_config must hold"),
-        ("debug: false\ndebug: true\n", r":2: the key debug is given twice, first on line 1"),
+        ("debug: false\ndebug: true\n", r":2: the key debug appears twice, first on line 1"),
         ("debug: [false\nuse_cpu: x\n", r":\d+:\d+: not YAML"),
         ("just words\n", r":1: expected"),
         ("", r"is empty"),

@@ -48,7 +48,7 @@ def test_what_is_not_quantised_has_a_dtype():
             "bnb_4bit_compute_dtype=torch.int8",
         ),
         ({"load_in_4bit": True, "torch_dtype": 3}, "torch_dtype=3"),
-        ({"load_in_8bit": True, "keep_in_fp32_modules": [1]}, "keep_in_fp32_modules holds 1"),
+        ({"load_in_8bit": True, "keep_in_fp32_modules": [1]}, "keep_in_fp32_modules contains 1"),
     ],
 )
 def test_refused(options, message):

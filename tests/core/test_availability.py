@@ -43,7 +43,7 @@ def test_device_questions() -> None:
         availability.is_hpu_available(init_hccl=True) is False
         and availability.is_habana_gaudi1() is False
     )
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(ValueError, match="takes either"):
         availability.is_torch_xla_available(check_is_tpu=True, check_is_gpu=True)
 
 

@@ -290,7 +290,7 @@ def check_errors(acts, kind, *facts):
 @pytest.mark.parametrize(
     ("fault", "fact"),
     [
-        ("403", "no right"),
+        ("403", "lack the permission"),
         ("skew", "clock"),
         ("key", "AWS_ACCESS_KEY_ID"),
         ("token", "AWS_ACCESS_KEY_ID"),
@@ -306,7 +306,9 @@ def test_refusals(server, s3, fault, fact):
 def test_a_key_does_not_decide_what_an_answer_means(server, s3, monkeypatch):
     server.faults = lambda request: "403"
     for key in ("redirect", "RequestTimeTooSkewed", "NoSuchBucket"):
-        check_errors([lambda key=key: s3.get(key, 9)], BucketAccessError, f"bucket/{key}", "right")
+        check_errors(
+            [lambda key=key: s3.get(key, 9)], BucketAccessError, f"bucket/{key}", "permission"
+        )
     server.faults = None
     with pytest.raises(FileNotFoundError):
         s3.get("NoSuchBucket", 9)
@@ -314,7 +316,7 @@ def test_a_key_does_not_decide_what_an_answer_means(server, s3, monkeypatch):
 
 def test_a_bucket_that_does_not_exist(server):
     bucket, _ = Bucket.of("s3://other")
-    check_errors(acts_of(bucket), BucketAccessError, "s3://other/x", "no such bucket")
+    check_errors(acts_of(bucket), BucketAccessError, "s3://other/x", "bucket does not exist")
 
 
 def test_a_store_without_conditional_puts(server, s3, monkeypatch):

@@ -71,7 +71,7 @@ def test_a_misspelt_variable_is_reported_with_the_nearest_one_on_rank_0(
     # As transformers 4 does.
     monkeypatch.setenv("ACCELERATE_USE_IPEX", "false")
     with pytest.warns(
-        UserWarning, match="PRECISON .did you mean ACCELERATE_MIXED_PRECISION"
+        UserWarning, match="PRECISON is not read .did you mean ACCELERATE_MIXED_PRECISION"
     ) as warned:
         env.check_run()
     assert len(warned) == 1

@@ -123,7 +123,9 @@ def test_a_moved_model_has_the_same_parameters():
 def test_a_weak_reference_to_a_parameter_is_named():
     model = nn.Linear(2, 2)
     kept = weakref.ref(model.weight)
-    with pytest.raises(PrepareError, match=r"Linear .* meta .* weakref .* before its optimizer"):
+    with pytest.raises(
+        PrepareError, match=r"Linear .* meta .* weakref .* before creating its optimizer"
+    ):
         move_module(model, "meta")
     assert kept() is model.weight
 

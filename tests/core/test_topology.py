@@ -76,8 +76,8 @@ def test_torchrun_speaks_before_slurm():
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"RANK": 0}, "RANK is set and WORLD_SIZE is not"),
-        ({"WORLD_SIZE": 2}, "WORLD_SIZE is set and RANK is not"),
+        ({"RANK": 0}, "RANK is set but WORLD_SIZE is not"),
+        ({"WORLD_SIZE": 2}, "WORLD_SIZE is set but RANK is not"),
         ({"RANK": 2, "WORLD_SIZE": 2}, "RANK=2 is not a rank of WORLD_SIZE=2"),
         ({"RANK": "x", "WORLD_SIZE": 2}, "RANK='x' is not an integer"),
     ],

@@ -238,7 +238,7 @@ def test_it_is_a_torch_loader_with_the_attributes_of_its_base():
             _ = loader.no_such
     assert isinstance(loader.batch_sampler, BatchSamplerShard)
     assert raw.batch_sampler.__class__ is BatchSampler, "the user's loader is left as it was"
-    with pytest.raises(AttributeError, match="no fixed size"):
+    with pytest.raises(AttributeError, match="not have a fixed size"):
         _ = single(DataLoader(dataset, batch_sampler=EagerBatches(10))).total_batch_size
 
 

@@ -149,7 +149,9 @@ def test_a_document_that_has_changed():
         pack(documents, 4)[0]
     with pytest.raises(ConfigurationError, match=r"input_ids of document 1 has 2 .* 3 tokens"):
         pack(documents, 5, lengths=[2, 3], fields=["input_ids"])[0]
-    with pytest.raises(ConfigurationError, match="document 0 has no score, but input_ids, labels"):
+    with pytest.raises(
+        ConfigurationError, match="document 0 does not have score; it has input_ids, labels"
+    ):
         pack(documents, 4, fields=["input_ids", "score"])[0]
 
 

@@ -290,7 +290,7 @@ def test_a_state_that_does_not_fit_is_refused():
     loader = single("sequential")
     next(iter(loader))
     saved = loader.state_dict()
-    with pytest.raises(CheckpointError, match=r"samples .*this loader batches"):
+    with pytest.raises(CheckpointError, match=r"samples .*this loader counts batches"):
         single("own batches").load_state_dict(saved)
     with pytest.raises(CheckpointError, match=r"23 samples, .* 9"):
         prepare_data_loader(

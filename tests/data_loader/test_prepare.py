@@ -114,7 +114,7 @@ def test_bad_input_is_one_clear_error():
     raw = DataLoader(Ids(10), batch_size=3)
     with pytest.raises(
         ConfigurationError,
-        match=r"takes a torch.utils.data.DataLoader; it was given a builtins.list",
+        match=r"takes a torch.utils.data.DataLoader, not a builtins.list",
     ):
         prepare_data_loader([1, 2])
     with pytest.raises(ConfigurationError, match=r"skip_first_batches takes a torch"):
@@ -136,7 +136,7 @@ def test_bad_input_is_one_clear_error():
         DataLoader(Ids(4), batch_sampler=EagerBatches(4)),
     ):
         for dispatch in (False, True):
-            with pytest.raises(PrepareError, match="has no batch size"):
+            with pytest.raises(PrepareError, match="does not have a batch size"):
                 prepare_data_loader(
                     loader,
                     num_processes=2,
@@ -150,7 +150,7 @@ def test_bad_input_is_one_clear_error():
         )
     with pytest.warns(UserWarning, match="has no effect without use_seedable_sampler=True"):
         prepare_data_loader(raw, num_processes=1, process_index=0, data_seed=3)
-    with pytest.raises(ConfigurationError, match="in no process group"):
+    with pytest.raises(ConfigurationError, match="not belong to a process group"):
         list(prepare_data_loader(raw, num_processes=2, process_index=0, dispatch_batches=True))
 
 

@@ -449,7 +449,7 @@ def test_pipes_of_torch_are_read_once(dispatch, filtered):
     options = {"device": CPU, "put_on_device": True, "dispatch_batches": dispatch}
     raw = DataLoader(pipe, batch_size=2)
     if filtered and dispatch:
-        with pytest.raises(PrepareError, match="split between the processes already"):
+        with pytest.raises(PrepareError, match="already split between the processes"):
             prepare_data_loader(raw, **options)
         return
     loader = prepare_data_loader(raw, **options)

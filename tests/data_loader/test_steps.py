@@ -156,7 +156,7 @@ def test_skipped_batches_are_stepped_over_by_index():
 def test_what_cannot_be_cut_is_refused():
     with pytest.raises(PrepareError, match=r"batch size 3 .*multiple of 2"):
         BatchSamplerShard(BatchSampler(range(10), 3, False), 2, 0, split_batches=True)
-    with pytest.raises(PrepareError, match="has no batch size"):
+    with pytest.raises(PrepareError, match="does not have a batch size"):
         BatchSamplerShard([[0], [1]], 2, 0, split_batches=True)
     with pytest.raises(PrepareError, match=r"IterableDatasetShard.*batch size 3 .*multiple of 2"):
         IterableDatasetShard(Numbers(3), 3, num_processes=2, split_batches=True)

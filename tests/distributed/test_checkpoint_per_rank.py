@@ -75,7 +75,7 @@ def load_alone(root):
 def test_registered_objects_that_differ_come_back_on_each_rank(ranks, tmp_path):
     two, one = ranks(2), ranks(1)
     two.run(save, tmp_path)
-    assert "state of one rank" in str(two.outputs)
+    assert "a state for each rank" in str(two.outputs)
     two.run(load, tmp_path)
     one.run(load_alone, tmp_path)
     message = one.outputs[0].stderr

@@ -37,7 +37,7 @@ if way in ("end", "late"):
         try:
             call()
         except ValueError as error:
-            assert "has left the group of its run" in str(error), error
+            assert "left the process group of its run" in str(error), error
         else:
             raise AssertionError("a call without a group")
 """

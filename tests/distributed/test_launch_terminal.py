@@ -104,5 +104,5 @@ def test_questions_end_on_ctrl_c_and_ctrl_d(tmp_path, key):
     terminal.press(key)
     code, text = terminal.end()
     assert code == 130, text
-    assert "interrupted, nothing was written" in text and "Traceback" not in text
+    assert "interrupted; nothing was written" in text and "Traceback" not in text
     assert not (tmp_path / "accelerate").exists()

@@ -27,9 +27,9 @@ FSDP = {
 }
 # What differs from the run that saved, and a part of the message.
 CHANGES = {
-    "another dataset": (
+    "a different dataset": (
         {"samples": 40},
-        r"data loader 0 .*epoch over 24 samples, and this loader has 40",
+        r"data loader 0 .*epoch over 24 samples, but this loader has 40",
     ),
     "another sampler": (
         {"batches": True},
@@ -157,7 +157,7 @@ def check(layout, tmp_path):
     last = run.accelerator.is_last_process
     for name, (changes, text) in CHANGES.items():
         ends = []
-        for loads in (False, True) if name == "another dataset" else (True,):
+        for loads in (False, True) if name == "a different dataset" else (True,):
             run.accelerator.free_memory()
             run = Run(layout, seed=1, **changes)
             steps = run.steps()
@@ -189,7 +189,7 @@ def test_a_hook_that_fails_on_one_rank(tmp_path):
     ) as caught:
         run.accelerator.load_state(tmp_path / "c")
     assert (
-        "What load hooks have changed" in str(caught.value)
+        "Changes that load hooks made" in str(caught.value)
         and len(set(gather_object([str(caught.value)]))) == 1
     )
     assert run.state() == before

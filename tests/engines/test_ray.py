@@ -142,8 +142,8 @@ def test_a_lost_worker_is_a_failure(start):
         ),
         ([3, "--num_machines", 3, "--cpu"], "3 machines with 1 CPU each do not fit"),
         ([2, "--cpu", "--num_cpu_threads_per_process", 3], "with 3 CPU each do not fit"),
-        ([2, "--ray_address", "127.0.0.1:9"], "no Ray cluster answers at 127.0.0.1:9"),
-        ([2, "--ray_address", "somewhere"], "is not an address of a Ray cluster: host:port"),
+        ([2, "--ray_address", "127.0.0.1:9"], "Ray cluster does not answer at 127.0.0.1:9"),
+        ([2, "--ray_address", "somewhere"], "is not the address of a Ray cluster: use host:port"),
     ],
 )
 def test_what_cannot_be_is_one_line(start, options, told):
@@ -158,7 +158,7 @@ def test_a_busy_cluster_is_waited_for(start):
         busy.stdout.readline()
     code, _, errors = end(start("print('never')", 2, "--cpu", "--rdzv_conf", "join_timeout=4"))
     assert code == 1 and "waiting for resources: 2 x 1 CPU; free now:" in errors
-    assert "had no free resources within 4 s" in errors
+    assert "did not have free resources within 4 s" in errors
     busy.terminate()
     assert end(busy)[0] == 143
 

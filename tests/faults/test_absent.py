@@ -36,6 +36,6 @@ def test_a_rank_that_does_not_save_is_named_within_seconds(tmp_path):
     first, second = run_ranks(WORKER, 2, tmp_path / "c", check=False, timeout=170)
     assert time.monotonic() - begin < 120
     assert first.returncode and second.returncode
-    assert "rank 1 did not come to `save_state`" in first.stderr
+    assert "rank 1 did not reach `save_state`" in first.stderr
     assert "Every process must call it" in first.stderr
     assert not (tmp_path / "c").exists()

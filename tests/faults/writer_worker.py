@@ -19,7 +19,7 @@ def main(folder, rounds):
         try:
             accelerator.save_state(folder)
         except CheckpointError as error:
-            assert "another run has saved" in str(error)
+            assert "another run saved" in str(error)
             print("lost")
         else:
             print("won")

@@ -65,7 +65,7 @@ def test_ranks_that_differ_are_refused(nproc, tmp_path):
     rank = PartialState(cpu=True).process_index
     with pytest.raises(ConfigurationError, match=r"rank 0: .*'samples': 50.*; rank 1: .*49"):
         map_dataset(add_up, SAMPLES[: 50 - rank], tmp_path)
-    with pytest.raises(ConfigurationError, match="has parts, but no plan"):
+    with pytest.raises(ConfigurationError, match="has parts but not plan"):
         (tmp_path / "part-00000.jsonl").write_text("")
         (tmp_path / "plan.json").unlink(missing_ok=True)
         PartialState().wait_for_everyone()
@@ -159,7 +159,7 @@ def test_a_tensor_for_each_sample(alone, tmp_path):
     [
         (
             lambda samples: 1,
-            r"the function returned an object of type int for 4 samples: return a row for each",
+            r"the function returned an object of type int for 4 samples: return one row per sample",
         ),
         (
             lambda samples: samples[:1],
@@ -171,7 +171,7 @@ def test_a_tensor_for_each_sample(alone, tmp_path):
         ),
         (
             lambda samples: [object()] * 4,
-            r"the row of sample 0 cannot be written: an object of type object is neither a number",
+            r"the row of sample 0 cannot be written: an object of type object is not a number",
         ),
         (
             lambda samples: ["\ud800"] * 4,
@@ -199,13 +199,16 @@ def test_wrong_arguments_and_another_dataset_are_refused(alone, tmp_path):
     for options, message in [
         ({"part_size": 0}, "part_size=0 must be at least 1"),
         ({"file_format": "csv"}, "file_format='csv' is neither 'jsonl' nor 'parquet'"),
-        ({"part_size": 7}, "was written with .*'part_size': 1024.*, now it is .*'part_size': 7"),
+        (
+            {"part_size": 7},
+            "was written with .*'part_size': 1024.*, but now it is .*'part_size': 7",
+        ),
     ]:
         with pytest.raises(ConfigurationError, match=message):
             map_dataset(add_up, SAMPLES, tmp_path, **options)
     for dataset, message in [
-        (DataLoader(SAMPLES), "dataset is a DataLoader: give its dataset, and batch_size"),
-        ({"train": SAMPLES}, "dataset is a dict: give one of its datasets"),
+        (DataLoader(SAMPLES), "dataset is a DataLoader: pass its dataset and batch_size"),
+        ({"train": SAMPLES}, "dataset is a dict: pass one of its datasets"),
     ]:
         with pytest.raises(ConfigurationError, match=message):
             map_dataset(add_up, dataset, tmp_path)
@@ -219,7 +222,7 @@ def test_finished_parts_of_another_model_or_dataset_are_kept_with_a_warning(alon
         (nn.Linear(3, 2), data, "model"),
         (torch_model, data + 1, "first sample"),
     ]:
-        with pytest.warns(UserWarning, match=f"1 complete parts .*another {what}"):
+        with pytest.warns(UserWarning, match=f"1 complete parts .*different {what}"):
             assert read(map_dataset(model, samples, tmp_path)) == rows
 
 

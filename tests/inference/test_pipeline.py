@@ -34,7 +34,7 @@ def cut(asked: str | list[str], stages: int) -> None:
 def test_split_points_that_do_not_fit_are_refused() -> None:
     with pytest.raises(PrepareError, match=r"names body\.blocks\.9, where"):
         cut(["body.blocks.9"], 2)
-    with pytest.raises(PrepareError, match="make 2 stages; 3 are requested"):
+    with pytest.raises(PrepareError, match="make 2 stages, but 3 are requested"):
         cut(["head"], 3)
     with pytest.raises(
         PrepareError,

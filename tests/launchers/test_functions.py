@@ -85,7 +85,7 @@ def test_functions_run_on_ranks_that_cooperate():
         try:
             notebook_launcher(train, (".",), num_processes=2)
         except ValueError as error:
-            assert "inside the function" in str(error)
+            assert "inside the launched function" in str(error)
         else:
             raise AssertionError("the parent's state was overlooked")
         seen = []

@@ -227,7 +227,7 @@ def test_a_script_that_cannot_be_compiled_is_one_message(launch):
 
 def test_a_script_file_after_dash_m_is_named(launch):
     done = launch("raise SystemExit('started')", "--cpu", "--num_processes", "2", "-m")
-    assert done.returncode == 2 and "is a script file: leave out -m" in done.stderr, done.stderr
+    assert done.returncode == 2 and "is a script file: remove -m" in done.stderr, done.stderr
 
 
 def test_a_reader_that_ends_early_causes_no_traceback(tmp_path):
@@ -365,7 +365,7 @@ def test_an_option_of_the_launch_after_the_script_is_named_if_the_script_refuses
     options = ("--cpu", "--num_processes", str(processes))
     done = launch(source, *options, args=("--mixed_precision", "bf16", "--num_machines=2"))
     assert done.returncode == 2
-    assert done.stderr.count("got --mixed_precision, --num_machines=2: options of") == 1, (
+    assert done.stderr.count("got --mixed_precision, --num_machines=2: launch options") == 1, (
         done.stderr
     )
     done = launch(source, *options, args=("--mixed_precision", "bf16"))

@@ -86,7 +86,7 @@ def test_a_manifest_holds_what_was_given(text):
     "name", ["-oProxyCommand=x", "a b", "a;b", "$(x)", "", "a\nb", "`x`", "a'b"]
 )
 def test_what_is_no_host_is_refused(name, tmp_path):
-    with pytest.raises(ConfigurationError, match="name or address of a host"):
+    with pytest.raises(ConfigurationError, match="host name or address"):
         LaunchSpec(Program(__file__), main_process_ip=name).check()
     pod = PodLauncher(LaunchSpec(Program(__file__), vm=(name,), tpu_zone="zone"))
     with pytest.raises(ConfigurationError):
@@ -94,7 +94,7 @@ def test_what_is_no_host_is_refused(name, tmp_path):
     if name and not set(name) & set(" \n"):
         hostfile = tmp_path / "hosts"
         hostfile.write_text(f"node1\n{name} slots=2\n")
-        with pytest.raises(ConfigurationError, match="name or address of a host"):
+        with pytest.raises(ConfigurationError, match="host name or address"):
             first_host(str(hostfile))
 
 

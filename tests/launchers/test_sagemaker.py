@@ -445,11 +445,11 @@ def test_arguments_of_the_script(client, words, expected):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("--flag", "give --flag a value, as `--flag True`"),
+        ("--flag", "give --flag a value, as in `--flag True`"),
         ("--flag --lr 1", "give --flag a value"),
-        ("word", "'word' belongs to no name"),
-        ("--sizes 1 2", "'2' belongs to no name"),
-        ("--a1 1 --a1 2", "--a1 is there a second time"),
+        ("word", "'word' does not follow a name"),
+        ("--sizes 1 2", "'2' does not follow a name"),
+        ("--a1 1 --a1 2", "--a1 appears twice"),
     ],
 )
 def test_arguments_that_cannot_be_passed(client, words, told):
@@ -465,10 +465,10 @@ def test_arguments_that_cannot_be_passed(client, words, told):
         ({"iam_role_name": "''"}, "needs iam_role_name"),
         # 1.15 starts both: machines that train alone on all data, a layout that nothing lays out.
         ({"num_machines": 2}, "num_machines=2 with distributed_type NO: each machine would train alone"),
-        ({"distributed_type": "MODEL_PARALLEL"}, "MODEL_PARALLEL needs to know which"),
+        ({"distributed_type": "MODEL_PARALLEL"}, "MODEL_PARALLEL does not say which kind"),
         ({"additional_args": "[1]"}, "additional_args must hold"),
         ({"sagemaker_inputs_file": "gone.tsv"}, "^sagemaker_inputs_file: gone.tsv cannot be read: No such file"),
-        ({"sagemaker_inputs_file": "spaces.tsv"}, "^sagemaker_inputs_file: spaces.tsv:2: give two columns"),
+        ({"sagemaker_inputs_file": "spaces.tsv"}, "^sagemaker_inputs_file: spaces.tsv:2: use two columns"),
     ],
 )  # fmt: skip
 def test_what_a_configuration_lacks(client, keys, told):
@@ -492,7 +492,10 @@ def test_a_distribution_of_one_s_own(client):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["code/trian.py"], "there is no script 'code/trian.py'.*did you mean code/train.py"),
+        (
+            ["code/trian.py"],
+            "the script 'code/trian.py' does not exist.*did you mean code/train.py",
+        ),
         (["code/train.sh"], "'code/train.sh' is not one"),
         (["-m", "code.train"], "--module and --no_python cannot"),
         (["--no_python", "code/train.py"], "--module and --no_python cannot"),
@@ -622,7 +625,7 @@ def test_how_version_3_starts_the_processes(client_3, kind, more, expected):
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ("{volum_size: 1}", ["no volum_size", "volume_size"]),
+        ("{volum_size: 1}", ["not have volum_size", "volume_size"]),
         # One error for all.
         (
             "{compute: {instance_typ: a}, foo: 1, distributed: {smp: {tensor_degree: 2}}}",
@@ -630,7 +633,7 @@ def test_how_version_3_starts_the_processes(client_3, kind, more, expected):
         ),
         ("{networking: [a]}", ["networking must hold"]),
         ("{tags: [a]}", ["tags must hold"]),
-        ("{distribution: {mpi: {enabled: true}}}", ["no distribution mpi", "torch_distributed"]),
+        ("{distribution: {mpi: {enabled: true}}}", ["not have the distribution mpi", "torch_distributed"]),
     ],
 )  # fmt: skip
 def test_names_that_version_3_does_not_have(client_3, more, told):
@@ -643,7 +646,7 @@ def test_names_that_version_3_does_not_have(client_3, more, told):
 
 def test_names_that_version_2_does_not_have(client):
     # The estimator would leave it out without a word.
-    with pytest.raises(ConfigurationError, match=r"no volum_size \(did you mean volume_size"):
+    with pytest.raises(ConfigurationError, match=r"not have volum_size \(did you mean volume_size"):
         launch(client, "code/train.py", additional_args="{volum_size: 1, train_max_run: 9}")
     assert client.CALLS == []
 
@@ -746,7 +749,7 @@ def test_failures_and_interruptions(version, request, capsys):
         launch(client, "code/train.py")
     assert ended.value.code == 130
     assert client.CALLS[-1] == ("stop", "job-1")
-    assert "stop of job job-1" in capsys.readouterr().err
+    assert "requested job job-1 to stop" in capsys.readouterr().err
 
 
 def test_the_api_s_function_takes_a_configuration_object():

@@ -91,7 +91,7 @@ def test_each_core_runs_the_function(xla):
     )
     with pytest.raises(ConfigurationError, match="num_processes=8: this TPU has 4 cores"):
         launch("--num_processes", "8", "script_of_cores.py")
-    with pytest.raises(ConfigurationError, match="no function 'other'"):
+    with pytest.raises(ConfigurationError, match="not have a function 'other'"):
         launch("--main_training_function", "other", "script_of_cores.py")
     assert len(script_of_cores.RAN) == 9
 
@@ -167,10 +167,10 @@ def test_several_pods_one_of_which_fails(gcloud, tmp_path, capfd):
 
 def test_what_a_pod_lacks(gcloud, tmp_path, monkeypatch):
     for file, words, told in (
-        (POD.replace("tpu_name: pod\n", ""), [], "give --vm, or write tpu_name"),
-        (POD.replace("tpu_zone: eu-1\n", ""), [], "write tpu_zone"),
-        (POD, ["--env", "A"], "--env A: give NAME=VALUE"),
-        (POD, ["--no_python"], "--no_python cannot|no program"),
+        (POD.replace("tpu_name: pod\n", ""), [], "add --vm, or set tpu_name"),
+        (POD.replace("tpu_zone: eu-1\n", ""), [], "set tpu_zone"),
+        (POD, ["--env", "A"], "--env A: use NAME=VALUE"),
+        (POD, ["--no_python"], "--no_python cannot|is not on the PATH"),
     ):
         with pytest.raises(ConfigurationError, match=told):
             launch(*words, "script_of_cores.py", file=file)

@@ -168,7 +168,7 @@ def test_what_cannot_be_replayed(script, tmp_path, capfd, monkeypatch):
         assert command(replay, run, "--step", step) == 2
         assert words in capfd.readouterr().err
     assert command(replay, tmp_path / "none", "--step", 1) == command(replay, run) == 2
-    with pytest.raises(ConfigurationError, match="no nan"):
+    with pytest.raises(ConfigurationError, match="not have a nan"):
         find(ledger, "nan")
     attempt = ledger.attempts[1]
     for changes, words in (
@@ -186,7 +186,7 @@ def test_what_cannot_be_replayed(script, tmp_path, capfd, monkeypatch):
     script.write_text(SCRIPT + "\n")
     assert command(replay, run, "--step", 8) == 2 and "--anyway" in capfd.readouterr().err
     script.unlink()
-    assert command(replay, run, "--step", 8) == 2 and "is gone" in capfd.readouterr().err
+    assert command(replay, run, "--step", 8) == 2 and "no longer exists" in capfd.readouterr().err
 
 
 def test_a_spike():

@@ -103,8 +103,8 @@ def test_short_and_odd_runs(tmp_path, steps):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["absent"], 1, "there is no folder absent"),
-        (["empty"], 1, "has no recorded steps"),
+        (["absent"], 1, "the folder absent does not exist"),
+        (["empty"], 1, "does not contain recorded steps"),
         (["damaged"], 1, "rank_00000.steps is not a telemetry file"),
         (["run", "-o", "no/such/folder/x.html"], 1, "No such file or directory"),
         (["run", "--format", "pdf"], 2, "invalid choice"),
@@ -131,7 +131,7 @@ def test_logged_values_alone(tmp_path, capsys):
         )
     command.main([str(tmp_path)])
     text = capsys.readouterr().out
-    assert "No steps are recorded" in text and "Where the time" not in text
+    assert "No steps were recorded" in text and "Where the time" not in text
     command.main([str(tmp_path), "--format", "json"])
     assert len(json.loads(capsys.readouterr().out)["logged"]["accuracy"]["mean"]) == 9
 

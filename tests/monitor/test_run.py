@@ -33,9 +33,9 @@ def test_folders_that_are_no_run(tmp_path):
     (tmp_path / "file").write_text("x")
     planted_run(tmp_path / "runs" / "one", 10)
     cases = {
-        "absent": "there is no folder",
-        "file": "is a file: give the folder of a run",
-        "runs": r"it has neither telemetry/ nor values.jsonl. These folders in it are: one",
+        "absent": "does not exist",
+        "file": "is a file: pass the folder of a run",
+        "runs": r"it contains neither telemetry/ nor values.jsonl. It contains these run folders: one",
     }
     for name, message in cases.items():
         with pytest.raises(ConfigurationError, match=message):

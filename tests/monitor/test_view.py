@@ -226,7 +226,9 @@ def test_logged_values_without_telemetry(tmp_path):
         < shown.logged["loss"].high[0]
         == 1
     )
-    assert sentences(summarize(run)) == ["No steps are recorded: `--telemetry` records them."]
+    assert sentences(summarize(run)) == [
+        "No steps were recorded: use `--telemetry` to record them."
+    ]
 
 
 def test_the_summary_says_where_the_time_went(tmp_path):

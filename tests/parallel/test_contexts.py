@@ -123,7 +123,7 @@ def test_equal_to_the_plain_loop_or_an_error(layout):
         case.run.accumulate(second).__enter__()
     if layout == "fsdp2":
         with (
-            pytest.raises(PrepareError, match="outside of the no_sync block"),
+            pytest.raises(PrepareError, match="outside the no_sync block"),
             case.run.no_sync(first),
         ):
             case.run.trigger_sync_in_backward(first).__enter__()

@@ -148,9 +148,9 @@ def test_what_is_not_registered_and_what_is_not_there():
         run.prepare(make()[0], forward_methods=["encod"])
     with pytest.raises(PrepareError, match="forward_methods has 'head'"):
         run.prepare(make()[0], forward_methods=["head"])
-    with pytest.raises(PrepareError, match=r"Net\.decode .* a module inside"):
+    with pytest.raises(PrepareError, match=r"Net\.decode .* an inner module"):
         run.prepare(make()[0], forward_methods=["decode"]).decode(torch.ones(2, 4))
-    with pytest.raises(PrepareError, match=r"forward_methods .*no model"):
+    with pytest.raises(PrepareError, match=r"forward_methods .*without a model"):
         run.prepare(make()[1], forward_methods=["encode"])
     model, _ = run.prepare(*make())
     assert model.describe() == "7 parameters"

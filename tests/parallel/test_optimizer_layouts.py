@@ -245,7 +245,7 @@ def is_refused(layout, case, name):
     if layout.startswith("fsdp1") and name == "LBFGS":
         return "combines values of all its parameters"
     if layout.startswith("fsdp1") and name == "Adagrad":
-        return "has state already"
+        return "already has state"
     if layout == "fsdp1 flat" and case == "frozen":
         return "uniform `requires_grad`"
     if layout in ("tp", "fsdp2 x tp") and case == "odd":

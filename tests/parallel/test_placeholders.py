@@ -25,11 +25,11 @@ ALL = [
 @pytest.mark.parametrize("placeholder", ALL, ids=lambda obj: type(obj).__name__)
 def test_without_the_engine(placeholder):
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(PrepareError, match=f"{type(placeholder).__name__} trains nothing"):
+    with pytest.raises(PrepareError, match=f"{type(placeholder).__name__} has no effect"):
         accelerator.prepare(torch.nn.Linear(2, 2), placeholder)
 
 
 @pytest.mark.parametrize("scheduler", ALL[1:3], ids=lambda obj: type(obj).__name__)
 def test_a_scheduler_alone(scheduler):
-    with pytest.raises(PrepareError, match="trains nothing in this run"):
+    with pytest.raises(PrepareError, match="has no effect in this run"):
         Accelerator(cpu=True).prepare_scheduler(scheduler)

@@ -126,7 +126,7 @@ def test_what_fsdp_cannot_shard_is_refused_by_name(version):
         (
             lambda: nn.Sequential(nn.Embedding(5, 6, sparse=True)),
             (1, 2),
-            r"^0 \(Embedding\) gives sparse gradients",
+            r"^0 \(Embedding\) has sparse gradients",
         ),
         (
             lambda: nn.Linear(6, 6, dtype=torch.complex64),

@@ -293,5 +293,5 @@ def test_an_optimizer_of_other_parameters_beside_that_of_the_model():
     other.step()
     assert temperature.item() != 1.0
     model, _ = make(momentum)
-    with pytest.raises(ValueError, match=r"SGD.*train nothing"):
+    with pytest.raises(ValueError, match=r"SGD.*not train anything"):
         run.prepare(model, momentum([temperature]))

@@ -142,14 +142,14 @@ def name_a_device(folder, write):
 
 
 CHECKPOINTS = {
-    leave_the_folder: "outside of its folder",
+    leave_the_folder: "outside its folder",
     name_a_pipe: "names files that do not exist: .*pipe",
     name_a_device: "names files that do not exist: .*device",
     remove: r"index\.json names files that do not exist: .*shard-1",
     cut: "shard-1",
     empty: "shard-1.*(not a complete safetensors file|empty or incomplete)",
-    take_weight: r"names .*shard-1.* for 2\.weight, and that file does not have it",
-    take_names: r"has no weight of Sequential: it has layers\.0, layers\.1",
+    take_weight: r"names .*shard-1.* for 2\.weight, but that file does not contain it",
+    take_names: r"does not have any weight of Sequential: it has layers\.0, layers\.1",
     take_shape: r"2\.weight.*(checkpoint|does not fit)",
     unindexed: r"index\.json cannot be read",
 }
@@ -409,7 +409,7 @@ def test_models_that_cannot_be_placed_are_refused_by_name(tmp_path):
     ):
         dispatch_model(empty, {"": "cpu"})
     for wrong in (None, "auto"):
-        with pytest.raises(TypeError, match="mapping of names to devices"):
+        with pytest.raises(TypeError, match="mapping from names to devices"):
             dispatch_model(nn.Linear(2, 2), wrong)
     for offload in (cpu_offload, lambda one: disk_offload(one, tmp_path)):
         assert torch.equal(offload(nn.ReLU())(torch.tensor([-1.0, 2.0])), torch.tensor([0.0, 2.0]))

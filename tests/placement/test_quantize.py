@@ -72,9 +72,7 @@ def test_without_the_package(model, monkeypatch):
     monkeypatch.setattr(quantize, "is_8bit_bnb_available", lambda: False)
     monkeypatch.setattr(quantize, "is_4bit_bnb_available", lambda: False)
     for options, bits in ((EIGHT, 8), (FOUR, 4)):
-        with pytest.raises(
-            ImportError, match=f"quantizing to {bits} bits needs the package bitsandbytes"
-        ):
+        with pytest.raises(ImportError, match=f"quantizing to {bits} bits needs bitsandbytes"):
             load_and_quantize_model(model, BnbQuantizationConfig(**options))
     monkeypatch.setitem(sys.modules, "bitsandbytes.nn", None)
     assert not has_4bit_bnb_layers(model)
@@ -147,7 +145,7 @@ class TestWithBitsandbytes:
     def test_refused(self, model, weights, tmp_path):
         with pytest.raises(RuntimeError, match="`weights_location`"):
             load_and_quantize_model(empty(), BnbQuantizationConfig(**EIGHT))
-        with pytest.raises(ValueError, match="offloaded, and 4-bit layers"):
+        with pytest.raises(ValueError, match="offloaded, but 4-bit layers"):
             limits = {"cpu": 3000}
             load_and_quantize_model(
                 empty(),

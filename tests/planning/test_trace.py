@@ -197,8 +197,8 @@ def test_a_causal_model_on_split_sequences():
         split = [layout for layout in layouts.candidates(2) if layout.name in ("cp2", "sp2")]
         for layout, step in trace.trace_all(plan, split):
             steps[layout.name, is_own] = step
-    assert "no attention" in steps["cp2", True].failure
-    assert "no attention" in steps["sp2", True].failure
+    assert "none of the model's attention" in steps["cp2", True].failure
+    assert "none of the model's attention" in steps["sp2", True].failure
     context, heads = (steps[name, False].work[1].messages for name in ("cp2", "sp2"))
     layers, ranks, rows = 2, 2, 2 * 8 * 32 * 4  # bytes of the query, key or value of a rank
     assert heads.pop(("all-to-all", 2)) == (4 * layers, 8 * layers * rows)

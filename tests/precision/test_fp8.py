@@ -72,7 +72,7 @@ def test_the_backend_is_that_of_the_recipe_else_of_the_variable(
 def test_two_recipes_and_a_library_that_no_longer_runs_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="AO and MSAMP"):
         _fp8_backend(Handlers(ao=AORecipeKwargs(), msamp=MSAMPRecipeKwargs()))
-    with pytest.raises(ConfigurationError, match="MSAMP is not driven"):
+    with pytest.raises(ConfigurationError, match="MSAMP is not supported"):
         make_fp8("cpu", None, FP8BackendType.MSAMP, None, gathers=False)
 
 

@@ -130,6 +130,6 @@ def test_layers_train_as_those_they_replace(sharded, expected, tmp_path):
 def test_refusals():
     with pytest.raises(PrepareError, match="the 1 linear layers of Sequential"):
         make_accelerator().prepare(nn.Sequential(nn.Linear(16, 20), nn.LayerNorm(20)))
-    with pytest.raises(PrepareError, match=r"tp_size=2: 0 is a layer of Transformer Engine"):
+    with pytest.raises(PrepareError, match=r"tp_size=2: 0 is a Transformer Engine layer"):
         plan = TorchTensorParallelConfig(plan={"0": "colwise"})
         make_accelerator(layout=ParallelismConfig(tp_size=2, tp_handler=plan)).prepare(make_model())

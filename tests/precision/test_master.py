@@ -340,7 +340,7 @@ def test_another_precision_is_refused(precision):
         ),
         (
             {"strategy": lambda: type("Own", (Strategy,), {})},
-            "keeps its parameters, or masters of them, itself",
+            "manages its parameters or master weights itself",
         ),
     ],
 )
@@ -361,7 +361,7 @@ def test_engines_that_need_not_be_here_are_refused(layout):
         Handlers(master_weights=MasterWeightsKwargs()),
     )
     with pytest.raises(
-        ConfigurationError, match=f"holds MasterWeightsKwargs, and strategy '{layout}'"
+        ConfigurationError, match=f"contains MasterWeightsKwargs, but strategy '{layout}'"
     ):
         check_combination(layout, state, handlers, (), {"mixed_precision": "argument"})
 
@@ -399,5 +399,5 @@ def test_optimizers_that_cannot_step_masters_are_refused():
 
 def test_sparse_gradients_are_refused():
     model = nn.Sequential(nn.Embedding(8, 4, sparse=True))
-    with pytest.raises(PrepareError, match=r"0 \(Embedding\) gives sparse gradients"):
+    with pytest.raises(PrepareError, match=r"0 \(Embedding\) has sparse gradients"):
         start().prepare(model)

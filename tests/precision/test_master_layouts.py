@@ -273,7 +273,7 @@ def sharded_by_hand(accelerator):
     model, _ = make()
     fully_shard(model)
     model(**batches()[0])
-    with pytest.raises(PrepareError, match="by hand and has run"):
+    with pytest.raises(PrepareError, match="before prepare and has already run"):
         accelerator.prepare(model)
 
 

@@ -120,7 +120,9 @@ def test_gradients_that_are_cleared_before_the_step(clear, caplog):
         accelerator.backward(model(torch.randn(2, 4)).square().mean())
         model.zero_grad() if clear == "model" else optimizer.zero_grad()
         optimizer.step()
-    only(caplog, "test_first_step.py:", "were cleared between the backward and optimizer.step()")
+    only(
+        caplog, "test_first_step.py:", "were cleared between the backward pass and optimizer.step()"
+    )
 
 
 def test_gradients_of_a_window_that_the_model_clears(caplog):
@@ -138,7 +140,7 @@ def test_a_backward_that_does_not_reach_the_optimizer(caplog):
         accelerator.backward(head(model(torch.randn(2, 4)).detach()).square().mean())
         line = here(1)
         optimizer.step()
-    only(caplog, line, "has computed no gradient for its parameters", "detach()")
+    only(caplog, line, "did not compute gradients for its parameters", "detach()")
 
 
 def test_optimizers_that_take_turns(caplog):
@@ -232,7 +234,7 @@ def test_one_of_two_optimizers_was_not_prepared(caplog):
         other.step()
         optimizer.zero_grad()
         other.zero_grad()
-    only(caplog, line, "this SGD trains a prepared model and was not prepared")
+    only(caplog, line, "this SGD trains a prepared model but was not prepared")
     assert nothing_is_left(accelerator, first, second)
 
 
@@ -246,7 +248,7 @@ def test_the_plain_optimizer_steps_instead_of_the_prepared_one(caplog):
             line = here(1)
             plain.step()
             plain.zero_grad()
-    only(caplog, line, "is not what prepare returned")
+    only(caplog, line, "is not the object that prepare returned")
 
 
 def test_an_optimizer_that_was_not_prepared(caplog):

@@ -76,11 +76,11 @@ def test_argument_before_variable():
         ),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
         ({"gradient_accumulation_steps": 2.5}, "gradient_accumulation_steps=2.5"),
-        ({"kwargs_handlers": [3]}, "kwargs_handlers holds 3"),
+        ({"kwargs_handlers": [3]}, "kwargs_handlers contains 3"),
         ({"device_placement": "bf16"}, "device_placement='bf16' is not a truth value"),
         (
             {"step_scheduler_with_optimizer": 2},
-            "step_scheduler_with_optimizer=2 is neither True nor False",
+            "step_scheduler_with_optimizer=2: use True or False",
         ),
         ({"split_batches": "some"}, "split_batches='some' is not a truth value"),
         ({"exact": "perhaps"}, "exact='perhaps' is not a truth value"),
@@ -92,7 +92,7 @@ def test_argument_before_variable():
                 "gradient_accumulation_steps": 2,
                 "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=4),
             },
-            "both given",
+            "both passed",
         ),
     ],
 )

@@ -186,7 +186,9 @@ def test_a_message_names_the_absent_rank(victim):
     ranks = Agreement(PartialState())
     if me == victim:
         wait_for(*(f"done/{rank}" for rank in others(victim)))
-    message = rf"rank {me}: rank {victim} did not come to `save` within \d+ s\. It may be out of memory\.$"
+    message = (
+        rf"rank {me}: rank {victim} did not reach `save` within \d+ s\. It may be out of memory\.$"
+    )
     with (
         pytest.raises(CheckpointError, match=message),
         limit_passes_without(victim, "checkpoint/0"),

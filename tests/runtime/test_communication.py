@@ -119,7 +119,7 @@ def test_an_error_on_one_rank_is_an_error_on_all(tmp_path):
     [
         ("uneven", "ddp", 2, ("has finished", ENDED, "batch 4 of epoch 0", *UNEVEN)),
         ("state", "fsdp", 2, ("rank 1: ValueError: bad state",)),
-        ("killed", "ddp", 2, ("did not come to `save_state` and has ended", "its process is gone")),
+        ("killed", "ddp", 2, ("did not reach `save_state` and has ended", "its process is gone")),
         pytest.param("raise", "ddp", 2, ("failed: ValueError: bad sample", "lost_rank.py:"), marks=thorough),
         pytest.param("uneven", "fsdp", 2, (ENDED, *UNEVEN), marks=thorough),
         pytest.param("uneven", "ddp", 4, (ENDED, *UNEVEN), marks=thorough),

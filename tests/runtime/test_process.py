@@ -38,7 +38,7 @@ def test_kinds():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match=r"equally long, got \{'a': 1, 'b': 2\}"):
+    with pytest.raises(ValueError, match=r"same length, but got \{'a': 1, 'b': 2\}"):
         parts({"a": [1], "b": [1, 2]}, 2)
     with pytest.raises(TypeError, match="not int"):
         parts(3, 2)

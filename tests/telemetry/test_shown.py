@@ -124,23 +124,23 @@ def test_chosen_steps_are_profiled(tmp_path, monkeypatch, capsys):
         isinstance(observer, StepProfile) for observer in Accelerator(cpu=True)._loop.active
     )
     monkeypatch.setenv("ACCELERATE_PROFILE", "3:2")
-    with pytest.raises(ConfigurationError, match="first and the last step"):
+    with pytest.raises(ConfigurationError, match="first and last step"):
         Accelerator(cpu=True)
 
 
 @pytest.mark.parametrize(
     ("asked", "message", "steps"),
     [
-        ("5:90", "steps 5 to 6 of rank 0 are profiled in ", {"step 5", "step 6"}),
-        ("6:6", "steps 6 to 6 of rank 0 are profiled in ", {"step 6"}),
+        ("5:90", "the profile of steps 5 to 6 of rank 0 is in ", {"step 5", "step 6"}),
+        ("6:6", "the profile of steps 6 to 6 of rank 0 is in ", {"step 6"}),
         (
             "7:9",
-            "nothing is profiled on rank 0: the run has ended after 6 steps, before step 7",
+            "nothing was profiled on rank 0: the run ended after 6 steps, before step 7",
             None,
         ),
         (
             "2:3:0,4",
-            "--profile=2:3:0,4: there is no rank 4 in this run of 1 process",
+            "--profile=2:3:0,4: this run of 1 process does not have rank 4",
             {"step 2", "step 3"},
         ),
     ],

@@ -90,8 +90,8 @@ def test_one_that_is_not_installed_is_left_out_and_said(installed, caplog):
     ("asked", "told"),
     [
         ("tensorbord", "did you mean tensorboard"),
-        (["wandb", 5], "holds 5, which is not a tracker"),
-        ([Recorder], "the class Recorder: give an object"),
+        (["wandb", 5], "contains 5, which is not a tracker"),
+        ([Recorder], "the class Recorder: pass an instance"),
         ("tensorboard", "needs a folder"),
         ("aim", "needs a folder"),
     ],
@@ -108,7 +108,7 @@ def test_a_registered_class_can_be_named(installed, table):
         ["recorder"], "project", None, {"lr": 1.0}, {"recorder": {"size": 2}}
     )
     assert tracker.calls == [("init", "project", {"size": 2}), ("start",), ("config", {"lr": 1.0})]
-    with pytest.warns(UserWarning, match="'recorder' stood for Recorder"):
+    with pytest.warns(UserWarning, match="'recorder' referred to Recorder"):
         register_tracker_class(Recorder)
 
 

@@ -165,7 +165,7 @@ def test_only_the_main_process_writes(tmp_path, second_process):
 
 def test_wrong_use_is_told(tmp_path):
     tracker = TensorBoardTracker("run", logging_dir=tmp_path)
-    with pytest.raises(AttributeError, match="not started"):
+    with pytest.raises(AttributeError, match="not been started"):
         tracker.log({"loss": 1.0})
     tracker.start()
     with pytest.raises(ConfigurationError, match="needs a dict"):

@@ -141,10 +141,8 @@ class Facts:
         """The rank with another copy of the tensor, and along which dimension of the mesh; empty if there is none."""
         for note in (self._info.get("replicas"), self._info.get("buffers")):
             if note and (note["step"], note["kind"]) == (self.first.step, self.first.kind):
-                return (
-                    "rank {rank} has other values of {name} than rank 0 (along {dimension})".format(
-                        **note
-                    )
+                return "rank {rank} has different values of {name} than rank 0 (along {dimension})".format(
+                    **note
                 )
         return ""
 
@@ -210,127 +208,134 @@ def _always(facts: Facts) -> bool:
 TABLE = (
     Cause(
         "dropped tail", "batch", lambda f: f.has_other_shape,
-        "the ranks read another number of samples: some are dropped or added, or collate_fn depends on the rank",
+        "the ranks read a different number of samples: some are dropped or added, or collate_fn "
+        "depends on the rank",
     ),
     Cause(
         "batch order", "batch", lambda f: f.is_reordered,
-        "the ranks read the same samples in another order: a sampler or a data set orders them by the rank",
+        "the ranks read the same samples in a different order: a sampler or dataset orders them "
+        "by rank",
     ),
     Cause(
         "other samples", "batch", _always,
-        "the ranks read other samples: random numbers that each process draws for itself in the data set or in "
-        "collate_fn, a data set that depends on the rank, or a seed that is not set",
+        "the ranks read different samples: each process draws its own random numbers in the "
+        "dataset or in collate_fn, the dataset depends on the rank, or the seed is not set",
     ),
     Cause(
         "repeated sum", "output", lambda f: f.factor is not None,
-        "all of it is multiplied by {f.factor:.4g}: ranks are summed where each has the entire value, or a mean "
-        "is a sum",
+        "all of it is multiplied by {f.factor:.4g}: values that are complete on each rank are "
+        "summed, or a sum replaces a mean",
     ),
     Cause(
         "repeated bias", "output", lambda f: f.is_shifted,
-        "the same vector is added to each row: each of {f.processes} ranks adds the bias before they are summed",
+        "the same vector is added to each row: each of the {f.processes} ranks adds the bias "
+        "before the sum",
     ),
     Cause(
         "dropped mask or tail", "output", lambda f: f.rows,
-        "{f.rows} rows differ: the module reads rows that another rank has (the neighbors, the last token, a mean), "
-        "or a mask or the end of a sequence is dropped",
+        "{f.rows} rows differ: the module reads rows that are on another rank (neighbors, the "
+        "last token, a mean), or a mask or the end of a sequence is dropped",
     ),
     Cause(
         "split samples", "output", _always,
-        "the module combines what is split over ranks or micro-batches: samples of a batch (a mean over them, batch "
-        "statistics), rows of a sequence, or features between split layers. Leave it out of the split, or gather "
-        "what it combines",
+        "the module combines what is split over ranks or micro-batches: samples of a batch (a "
+        "mean over them, batch statistics), rows of a sequence, or features between split "
+        "layers. Do not split it, or gather what it combines",
     ),
     Cause(
         "sum of losses", "loss", lambda f: f.is_first_step and f.by_processes,
-        "the loss is multiplied by {f.factor:.4g}: it is a sum over the samples of a rank, and ranks are "
-        "averaged. Take "
-        "the mean (reduction='mean')",
+        "the loss is multiplied by {f.factor:.4g}: it sums over the samples of a rank, and the "
+        "ranks are averaged. Use the mean (reduction='mean')",
     ),
     Cause(
         "mean over unequal parts", "loss", lambda f: f.is_first_step,
-        "the loss is not a mean over equally many items on each rank, such as labels that are not padding: call "
-        "accelerator.backward(loss, num_items=n) with their number. Or it combines samples, of which a rank has some "
-        "(negatives in the batch): gather them first",
+        "the ranks take the mean over different numbers of items, such as labels that are not "
+        "padding: call accelerator.backward(loss, num_items=n) with their number. Or the loss "
+        "combines samples of several ranks (negatives in the batch): gather them first",
     ),
     Cause(
         "other forward", "loss", _always,
-        "the parameters before this step are equal: a rank computes with other buffers, with weights that it keeps "
-        "elsewhere, or draws random numbers",
+        "the parameters before this step are equal: a rank computes with different buffers, uses "
+        "weights that it keeps elsewhere, or draws random numbers",
     ),
     Cause(
         "missing reduction", "gradient", lambda f: f.replica,
-        "{f.replica}: the gradient is not reduced over these ranks. The backward ran inside no_sync, a "
-        "communication hook returns what its rank has, or the parameter is not of the prepared model",
+        "{f.replica}: the gradient is not reduced over these ranks. The backward ran inside "
+        "no_sync, a communication hook returns the gradient of its own rank, or the parameter "
+        "does not belong to the prepared model",
     ),
     Cause(
         "missing reduction", "gradient", lambda f: f.is_zero,
-        "the gradient is zero: the layout loses it between the backward and the step",
+        "the gradient is zero: the layout loses it between the backward pass and the step",
     ),
     Cause(
         "hook of a gradient", "gradient", lambda f: f.factor is not None and f.is_rare,
-        "the gradient is multiplied by {f.factor:.4g}, and others are not: a hook of this parameter is not called or "
-        "called twice, or its gradient is summed over some of the ranks",
+        "only this gradient is multiplied by {f.factor:.4g}: a hook of the parameter is "
+        "skipped or called twice, or the gradient is summed over only some of the ranks",
     ),
     Cause(
         "sum for mean", "gradient", lambda f: f.by_processes,
-        "all gradients are multiplied by {f.factor:.4g}: a sum in place of a mean over the ranks, or a loss that is "
-        "divided twice",
+        "all gradients are multiplied by {f.factor:.4g}: a sum replaces the mean over the "
+        "ranks, or the loss is divided twice",
     ),
     Cause(
         "part of a norm", "gradient", lambda f: f.factor is not None or f.by_parts,
-        "the gradients are multiplied by other numbers than on one process: they are clipped or scaled by a norm that "
-        "counts a part of the model, or counts copies. Call accelerator.clip_grad_norm_",
+        "the gradients are scaled differently than on one process: the norm that clips or scales "
+        "them covers only a part of the model, or counts copies. Call accelerator.clip_grad_norm_",
     ),
     Cause(
         "missing reduction", "gradient", lambda f: f.is_rare,
-        "other gradients are equal: this one misses the part of some ranks that share the parameter (a tied weight, a "
-        "layer between split layers, a parameter outside of the prepared model)",
+        "the other gradients are equal: this one lacks the contribution of some ranks that share "
+        "the parameter (a tied weight, a layer between split layers, a parameter outside the "
+        "prepared model)",
     ),
     Cause(
         "mean over unequal parts", "gradient", _always,
-        "the loss is equal, and the gradients are not averaged, or are weighted by unequal parts of the batch",
+        "the loss is equal, but the gradients are not averaged, or are weighted by unequal parts "
+        "of the batch",
     ),
     Cause(
         "schedule", "options", lambda f: f.other_step,
-        "{f.values}, which one process has in step {f.other_step}: the schedule does not make one step for each "
-        "of the "
-        "optimizer. Prepare it, or call it once, on each rank",
+        "{f.values}, which one process has in step {f.other_step}: the scheduler does not "
+        "step once for each optimizer step. Prepare it, or call it once on each rank",
     ),
     Cause(
         "schedule", "options", _always,
-        "{f.values}: the script computes it from the rank or the number of processes, or a schedule makes another "
-        "number of steps",
+        "{f.values}: the script computes it from the rank or the number of processes, or a "
+        "scheduler makes a different number of steps",
     ),
     Cause(
         "other optimizer", "parameter", lambda f: f.replica,
-        "{f.replica}: with equal gradients, the ranks step with other options or another state (a learning rate "
-        "by the "
-        "rank, weights that an optimizer copied before prepare made the ranks equal)",
+        "{f.replica}: the gradients are equal, but the ranks step with different options or "
+        "states (a learning rate that depends on the rank, weights that an optimizer copied "
+        "before prepare synchronized the ranks)",
     ),
     Cause(
         "lost state", "parameter", lambda f: f.state,
-        "the optimizer's {f.state} differs too, with equal gradients: its state was lost or not loaded, or is that "
-        "of a part of the tensor",
+        "the optimizer's {f.state} differs too, although the gradients are equal: the state "
+        "was lost, was not loaded, or covers only a part of the tensor",
     ),
     Cause(
         "part of a norm", "parameter", lambda f: f.by_parts or (f.factor is not None and not f.is_first_step),
-        "the gradients are equal, and the step is scaled: the optimizer computes a norm or a mean of the part that a "
-        "rank has. If it can use DTensors, do not take their local part; else leave supports_sharded_parameters out",
+        "the gradients are equal, but the step is scaled: the optimizer computes a norm or a "
+        "mean over the part that a rank holds. If the optimizer can use DTensors, do not use "
+        "their local part; otherwise remove supports_sharded_parameters",
     ),
     Cause(
         "lost write", "parameter", lambda f: f.is_rare,
-        "the gradients are equal, and other parameters too: a forward or the loop writes this one, which the "
-        "layout does not keep, its master weight is lost, or the optimizer computes a norm of the part of a rank",
+        "the gradients and the other parameters are equal: a forward or the loop writes this "
+        "parameter and the layout does not keep the value, its master weight is lost, or the "
+        "optimizer computes a norm over the part that a rank holds",
     ),
     Cause(
         "other weights", "parameter", _always,
-        "the gradients are equal: the optimizer steps other weights (master weights that are lost, a copy of its "
-        "own), or combines elements of which a rank has a part",
+        "the gradients are equal: the optimizer steps other weights (lost master weights, its "
+        "own copy), or combines elements that are spread over ranks",
     ),
     Cause(
         "repeated write", "buffer", lambda f: f.by_a_whole_number,
-        "the buffer is {f.factor:.4g} times that of one process: it is written once for each micro-batch or rank",
+        "the buffer is {f.factor:.4g} times its value on one process: it is written once for "
+        "each micro-batch or rank",
     ),
     Cause(
         "unsynchronized buffer", "buffer", lambda f: f.replica,
@@ -339,14 +344,16 @@ TABLE = (
     ),
     Cause(
         "unsynchronized buffer", "buffer", _always,
-        "the buffer is written from a part of the batch, and not averaged over the ranks or micro-batches",
+        "the buffer is written from a part of the batch and is not averaged over the ranks or "
+        "micro-batches",
     ),
     Cause(
         "lost state", "state", _always,
-        "gradients and parameters are equal: the state was lost or not loaded, or is that of a part of the tensor",
+        "gradients and parameters are equal: the state was lost, was not loaded, or covers only "
+        "a part of the tensor",
     ),
 )  # fmt: skip
-_ABSENT = Cause("absent", "", _always, "the layout does not train this tensor, or does not save it")
+_ABSENT = Cause("absent", "", _always, "the layout does not train this tensor or does not save it")
 
 
 def causes(comparison: Comparison, info: dict[str, Any]) -> list[str]:

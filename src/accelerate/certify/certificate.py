@@ -178,7 +178,7 @@ class Certificate:
         self.script.program.check()
         check_base(self.script.base, "the configuration file")
         if self.script.settings.steps < 1:
-            raise ConfigurationError(f"--steps {self.script.settings.steps}: give 1 or more")
+            raise ConfigurationError(f"--steps {self.script.settings.steps}: use 1 or more")
         dtype = self.script.settings.dtype
         if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
             raise ConfigurationError(f"--dtype {dtype} is not a torch dtype, such as float64")
@@ -186,8 +186,8 @@ class Certificate:
         for layout in [*self.layouts, self.reference]:
             if not self.script.cpu and layout.processes > devices:
                 raise ConfigurationError(
-                    f"--layouts {layout.text} needs {layout.processes} devices, and this machine has {devices}: give "
-                    "--cpu"
+                    f"--layouts {layout.text} needs {layout.processes} devices, but this machine "
+                    f"has {devices}: add --cpu"
                 )
 
     def compare(self, layout: Layout, run: Recorded, reference: Reference) -> Row:
@@ -215,7 +215,8 @@ class Certificate:
         uneven = info.get("uneven")
         if comparison.differences and uneven and uneven["step"] <= comparison.differences[0].step:
             raise NoVerdict(
-                f"the loop depends on the rank: step {uneven['step']} has {uneven['batches']} batches on its ranks"
+                f"the loop depends on the rank: in step {uneven['step']} the ranks have "
+                f"{uneven['batches']} batches"
             )
         row = Row(layout.text, EQUAL)
         replicas = info.get("replicas")
@@ -242,8 +243,8 @@ class Certificate:
             expected_steps, actual_steps = self._steps_of(run, again)
             self._judge(row, Comparison(expected_steps, actual_steps))
             note = (
-                "two equal runs are not equal: a seed that is not set, a race, memory that is read before it is "
-                "written, or the hardware"
+                "two identical runs differ: a seed is not set, there is a race, memory is read "
+                "before it is written, or the hardware is at fault"
             )
         else:
             expected = self.script.record(layout, place / "other", other)
@@ -251,7 +252,7 @@ class Certificate:
             actual_steps, expected_steps, moved_steps = self._steps_of(run, expected, moved)
             # The perturbed run is one of this installation.
             self._judge(row, Comparison(expected_steps, actual_steps, moved_steps))
-            note = f"the same layout trains another model in {self.against}"
+            note = f"the same layout trains a different model in {self.against}"
         if row.difference is not None:
             row.notes = [note]
         return row
@@ -334,14 +335,14 @@ def read(path: Path) -> tuple[Certificate, dict[str, str]]:
         expected = data["script_sha256"]
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigurationError(f"--check {path}: it cannot be read: {reason}") from None
+        raise ConfigurationError(f"--check {path} cannot be read: {reason}") from None
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigurationError(f"--check {path}: it is not a certificate: {error!r}") from None
+        raise ConfigurationError(f"--check {path} is not a certificate: {error!r}") from None
     script = certificate.script
     script.program.check()
     if script.digest() != expected:
         raise ConfigurationError(
-            f"--check {path}: script_sha256 is not that of {script.program.name}, which has been changed"
+            f"--check {path}: {script.program.name} has changed since (script_sha256 differs)"
         )
     return certificate, verdicts
 
@@ -369,23 +370,26 @@ def _check_seeds(first: Step, second: Step) -> None:
     """Raise NoVerdict where the first steps of two runs of the reference show that they are not the same run."""
     if not any(name.startswith("batch/") for name in first):
         raise NoVerdict(
-            "the script reads no prepared loader before its first step: give its DataLoader to accelerator.prepare"
+            "the script does not read a prepared loader before its first step: pass its "
+            "DataLoader to accelerator.prepare"
         )
     for name, tensor in first.items():
         kind, _, plain = name.partition("/")
         other = second.get(name)
         if other is None or other.shape != tensor.shape:
             raise NoVerdict(
-                f"two runs of the reference have another {kind} {plain}: set a seed before the model and the data are "
-                "made"
+                f"two runs of the reference differ in {kind} {plain}: set a seed before creating "
+                "the model and the data"
             )
         if kind == "batch" and not torch.equal(tensor, other):
             raise NoVerdict(
-                "two runs of the reference read other samples: set a seed (set_seed) before the loop"
+                "two runs of the reference read different samples: set a seed (set_seed) before "
+                "the loop"
             )
         if kind == "output" and norm(tensor, other) > 0.5 * norm(tensor) > 0:
             raise NoVerdict(
-                "two runs of the reference begin with other parameters: set a seed before the model is made"
+                "two runs of the reference begin with different parameters: set a seed before "
+                "creating the model"
             )
 
 

@@ -213,7 +213,7 @@ class Comparison:
             return None
         reason = "the layout has no such tensor"
         if actual is not None:
-            reason = f"its shape is {list(actual.shape)}, and {list(expected.shape)} on one process"
+            reason = f"its shape is {list(actual.shape)}, but {list(expected.shape)} on one process"
         return Difference(number + 1, kind, plain, math.inf, reason=reason)
 
     def _decide(

@@ -144,7 +144,7 @@ def joined(batches: list[Any]) -> Any:
     """
     if len(batches) == 1:
         return batches[0]
-    reason = "values for all of a batch differ"
+    reason = "values for an entire batch differ"
     try:
         numbers = [list(map(float, leaves(batch, _is_number))) for batch in batches]
         if all(values == numbers[0] for values in numbers):
@@ -152,8 +152,9 @@ def joined(batches: list[Any]) -> Any:
     except (ValueError, TypeError, RuntimeError) as error:
         reason = str(error)
     raise PrepareError(
-        f"accelerate certify: the batches that {len(batches)} processes read in one step cannot be joined to one "
-        f"({reason}). Pad them to one length, or compare with a layout as the reference: --reference ddp:2"
+        f"accelerate certify: the batches that {len(batches)} processes read in one step cannot "
+        f"be joined ({reason}). Pad them to one length, or use a layout as the reference: "
+        "--reference ddp:2"
     )
 
 
@@ -322,6 +323,6 @@ def join_shards(loader: Any, generators: ShardGenerators) -> DataLoader[Any]:
 
 def _unreadable(what: str) -> PrepareError:
     return PrepareError(
-        f"accelerate certify: only as many processes as the layout has data shards can read {what}. Compare with a "
-        "layout as the reference that has them: --reference ddp:2"
+        f"accelerate certify: {what} can be read only by as many processes as the layout has data "
+        "shards. Use a reference layout with the same number: --reference ddp:2"
     )

@@ -109,8 +109,8 @@ def parse(text: str, option: str = "--layouts") -> Layout:
         is_size = re.fullmatch("[1-9][0-9]{0,5}", number) is not None
         if name not in FIELDS or not is_size or name in sizes:
             raise ConfigurationError(
-                f"{option} {text}: write dimension:ranks, with x between two of them, as in ddp:2 or fsdp:2xtp:2. "
-                f"The dimensions are {', '.join(FIELDS)}"
+                f"{option} {text}: write dimension:ranks, joined by x, as in ddp:2 or "
+                f"fsdp:2xtp:2. The dimensions are {', '.join(FIELDS)}"
             )
         sizes[name] = int(number)
     return Layout(text, {name: size for name, size in sizes.items() if size > 1})
@@ -142,7 +142,8 @@ def check_base(base: Mapping[str, Any], origin: str) -> None:
     kind = base.get("distributed_type", "NO")
     if base.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         raise ConfigurationError(
-            f"compute_environment: {base['compute_environment']} ({origin}): layouts are certified on this machine"
+            f"compute_environment: {base['compute_environment']} ({origin}): layouts can be "
+            "certified only on this machine"
         )
     if kind not in ("NO", "FSDP") and not str(kind).startswith("MULTI_"):
         raise ConfigurationError(

@@ -128,8 +128,9 @@ class RecordedRun(RunObserver):
             return
         if self._run.exchange.is_uneven:
             raise ConfigurationError(
-                "accelerator.join_uneven_inputs: ranks make different numbers of steps, and a recorded step needs all "
-                "of them. Compare without it, with even_batches=True (the default) or Accelerator(exact=True)"
+                "accelerator.join_uneven_inputs: ranks make different numbers of steps, but a "
+                "recorded step needs all ranks. Compare without it, with even_batches=True (the "
+                "default) or Accelerator(exact=True)"
             )
         if closure is None:
             if self._settings.perturb:

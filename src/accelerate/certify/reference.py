@@ -129,8 +129,8 @@ class Changes:
         actual = text_of(sizes)
         if actual != expected:
             raise ConfigurationError(
-                f"--layouts {expected}: the script gives Accelerator {', '.join(names)}, which makes it {actual}. "
-                f"Leave that out of the script, or give --layouts {actual}"
+                f"--layouts {expected}: the script passes {', '.join(names)} to Accelerator, "
+                f"which makes it {actual}. Remove that from the script, or use --layouts {actual}"
             )
 
     def model(self, model: nn.Module) -> None:

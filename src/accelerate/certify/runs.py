@@ -78,9 +78,9 @@ class Recorded:
             return f"rank {error['rank']} failed: {error['cause']} ({self.log})"
         made = len(list(self.folder.glob("step_*.pt")))
         if self.code == 0 and made:
-            return f"the script ended after {made} of {steps} optimizer steps: give --steps {made}"
+            return f"the script ended after {made} of {steps} optimizer steps: use --steps {made}"
         if self.code == 0:
-            return f"the script ended without a step of an optimizer that was prepared ({self.log})"
+            return f"the script ended before any prepared optimizer took a step ({self.log})"
         last = self.log.read_text(errors="replace").rstrip().rpartition("\n")[2]
         return f"the run ended with code {self.code}: {last} ({self.log})"
 
@@ -195,8 +195,9 @@ class Reference:
         """
         if self.layout.shards not in (1, shards):
             raise ConfigurationError(
-                f"--reference {self.layout.text} has {self.layout.shards} data shards, and the layout {shards}: use a "
-                "reference with 1, such as tp:2, or with as many"
+                f"--reference {self.layout.text} has {self.layout.shards} data shards, and the "
+                f"layout has {shards}: use a reference with 1, such as tp:2, or with the same "
+                "number"
             )
         if shards not in self._pairs:
             folder = self.folder / f"reference-{shards}"
@@ -228,7 +229,8 @@ def installation(text: str, folder: Path) -> Installation:
     if archive.returncode:
         error = archive.stderr.decode(errors="replace").strip().splitlines()
         raise ConfigurationError(
-            f"--against {text}: no folder with bin/python, and no revision of {source} ({error[-1]})"
+            f"--against {text}is neither a folder with bin/python nor a revision of {source} "
+            f"({error[-1]})"
         )
     package = folder / "revision"
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:

@@ -71,5 +71,5 @@ def read_as(kind: type[_Settings], variable: str, command: str) -> _Settings | N
         return kind(**json_text.read(path, limit=1 << 16))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigurationError(
-            f"{variable}={path}: it is not a file that `{command}` wrote ({error}). Unset the variable"
+            f"{variable}={path} is not a file that `{command}` wrote ({error}). Unset the variable"
         ) from None

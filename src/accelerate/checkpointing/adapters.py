@@ -184,8 +184,8 @@ class AdapterModel(PreparedModel):
             wrong = from_first(wrong, self.device)
             if wrong:
                 raise CheckpointError(
-                    f"the adapter was not saved: {', '.join(wrong[:5])} as collected on rank 0 is not what the ranks "
-                    "have trained"
+                    f"the adapter was not saved: {', '.join(wrong[:5])} as collected on rank 0 "
+                    "differs from what the ranks have trained"
                 )
         return joined
 
@@ -313,12 +313,12 @@ class AdapterWeights(ModelWeights):
         notes = []
         if other:
             text = (
-                f"the base of model {index} is another one than that of the adapter: {len(other)} of "
+                f"the base of model {index} is not the base of the adapter: {len(other)} of "
                 f"{len(part.base)} frozen tensors differ, such as {', '.join(other[:3])}"
             )
             if strict:
                 raise CheckpointMismatch(
-                    f"{self.path}: {text}. Nothing was loaded. Load the base of this adapter."
+                    f"{self.path}: {text}. Nothing was loaded. Load the base model of this adapter."
                 )
             notes.append(text)
         return notes + super().compare(index, part, strict)
@@ -335,8 +335,9 @@ def adapter_weights(source: CheckpointReader, index: int, row: JSONObject) -> Ad
     part = source.run.models[index]
     if not isinstance(part, AdapterModel):
         raise CheckpointMismatch(
-            f"{folder} has the adapters ({', '.join(row['adapters'])}) of model {index} without its base. Prepare the "
-            f"PeftModel with a frozen base, and not a {type(state_template(part)).__name__}, whose weights all train"
+            f"{folder} has the adapters ({', '.join(row['adapters'])}) of model {index} without "
+            "the base. Prepare the PeftModel with a frozen base instead of a "
+            f"{type(state_template(part)).__name__} whose weights all train"
         )
     shapes: dict[str, tuple[int, ...] | None] = {}
     reads: list[tuple[Mapping[str, str], Callable[[], Mapping[str, object]]]] = []

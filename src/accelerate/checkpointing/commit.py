@@ -191,7 +191,7 @@ def _take(path: Path, folder: Path) -> tuple[BinaryIO, JSONObject]:
             file.close()
             raise FolderInUse(_in_use(folder, holder)) from None
         except OSError as error:
-            logger.debug("%s: no lock on this file system: %s", path, error)
+            logger.debug("%s: this file system does not support locks: %s", path, error)
         if file.read(1) not in (b"", b"{", b"\0"):
             file.close()
             raise ConfigurationError(
@@ -245,8 +245,8 @@ def _in_use(folder: Path, holder: JSONObject | None) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
         other = f"another run (host {holder['host']}, pid {holder['pid']}, since {since}: {holder['command']})"
     return (
-        f"{folder} is in use: {other} saves into it. Stop that run, or use another folder for this one. A run "
-        "releases its folders when it exits and at end_training()"
+        f"{folder} is in use: {other} saves into it. Stop that run, or use another folder for "
+        "this one. A run releases its folders at end_training() and when it exits"
     )
 
 
@@ -261,11 +261,11 @@ def save_target(folder: Path) -> Path:
     """
     target = follow_links(folder, "save_state")
     if target.exists() and not target.is_dir():
-        raise ConfigurationError(f"{target} is a file: give a folder")
+        raise ConfigurationError(f"{target} is a file: pass a folder")
     if os.path.ismount(target) or _same(target, Path.home) or _same(target, Path.cwd):
         raise ConfigurationError(
-            f"{target} is the current or the home folder, or a mount point. A checkpoint is replaced in one step "
-            f"together with its folder: give a separate folder, such as {target / 'checkpoint'}"
+            f"{target} is the current folder, the home folder or a mount point. A save replaces "
+            f"the entire folder: use a separate folder, such as {target / 'checkpoint'}"
         )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -347,7 +347,8 @@ def _move_in(temporary: Path, folder: Path) -> None:
             else:
                 kind = "file"
             raise CheckpointError(
-                f"{target} is a {kind} where the checkpoint has a file or folder of that name: rename or remove it"
+                f"{target} is a {kind}, but the checkpoint has a file or folder of that name: "
+                "rename or remove it"
             )
     for entry in sorted(temporary.iterdir()):
         if entry.name != MANIFEST:
@@ -498,7 +499,9 @@ def _clear(old: Path, folder: Path) -> None:
         _carry(old, old, folder, _listed(old) | _listed(folder))
     except OSError as error:
         # The checkpoint in `folder` is complete. The next save continues here.
-        logger.warning("%s: what is not of the checkpoint is still in %s: %s", folder, old, error)
+        logger.warning(
+            "%s: files that do not belong to the checkpoint are still in %s: %s", folder, old, error
+        )
 
 
 def _listed(folder: Path) -> set[str]:

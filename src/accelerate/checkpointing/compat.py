@@ -72,8 +72,8 @@ def load_pickled(
         else:
             reason = str(error).strip().splitlines()[-1][:500]
         raise CheckpointError(
-            f"{path} holds more than plain data ({reason}). Reading it would run code from the file. If you trust who "
-            "wrote it, pass allow_pickle=True."
+            f"{path} holds more than plain data ({reason}). Reading it would run code from the "
+            "file. If you trust its author, pass allow_pickle=True."
         ) from error
     except FileNotFoundError:
         raise
@@ -130,12 +130,12 @@ def read_loader(folder: Path, index: int, allow_pickle: bool, notes: list[str]) 
                 return state
             done = state.get("_num_yielded", (state.get("_snapshot") or {}).get("_snapshot_step"))
         notes.append(
-            f"{path.name} is the position of another kind of loader and was not used: leave the {done} batches that "
-            "were read out with skip_first_batches"
+            f"{path.name} is the position of another kind of loader and was not used: skip the "
+            f"{done} batches that were already read with skip_first_batches"
         )
     if (folder / numbered(SAMPLER_NAME, index, ".bin")).exists():
         notes.append(
-            f"{numbered(SAMPLER_NAME, index, '.bin')} was not read: prepare the loader with the seed and the epoch of "
-            "the run that saved (data_seed, set_epoch)"
+            f"{numbered(SAMPLER_NAME, index, '.bin')} was not read: prepare the loader with the "
+            "seed and epoch of the run that saved it (data_seed, set_epoch)"
         )
     return None

@@ -44,7 +44,8 @@ def copy_checkpoint(source: Path, target: Path) -> Manifest:
         if (target / MANIFEST).exists():
             if _content(read_manifest(target)) != _content(manifest):
                 raise CheckpointError(
-                    f"{target} has another checkpoint: give another place, or remove it"
+                    f"{target} already has a different checkpoint: choose another destination, or "
+                    "remove it"
                 )
             pending.discard()
             return manifest
@@ -127,6 +128,7 @@ def _checked_blocks(source: Path, record: FileRecord) -> Iterator[memoryview]:
         block = window[start : start + record.block]
         if f"{zlib.crc32(block):08x}" != checksum:
             raise CorruptCheckpoint(
-                f"{source} is damaged: its block {number} of {record.block} bytes differs from what was written"
+                f"{source} is damaged: block {number} of {record.block} bytes differs from what "
+                "was written"
             )
         yield block

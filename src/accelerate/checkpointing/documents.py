@@ -166,7 +166,7 @@ def encode(value: object, sink: TensorSink, path: str) -> object:
         return _encode(value, sink, path)
     except RecursionError:
         raise CheckpointError(
-            f"{path}: the object contains itself, or is nested too deep to be saved"
+            f"{path}: the object contains itself or is nested too deeply to be saved"
         ) from None
 
 
@@ -317,7 +317,7 @@ def decode(
     try:
         return _Decoder(tensors, where, unshare).decode(data)
     except RecursionError:
-        raise CheckpointError(f"{where}: it is nested too deep") from None
+        raise CheckpointError(f"{where}: it is nested too deeply") from None
 
 
 class _Decoder:
@@ -381,8 +381,8 @@ class _Decoder:
         if tag in ("dict", "OrderedDict", "Counter", "defaultdict"):
             return self._mapping(tag, data)
         raise CheckpointError(
-            f"{self.where}: it holds an entry of type {str(tag)[:80]!r}, which this version does not read: another "
-            f"version of accelerate, or something else, wrote it. {_REMEDY}"
+            f"{self.where}: it holds an entry of type {str(tag)[:80]!r}, which this version "
+            f"cannot read. Another version of accelerate or another program wrote it. {_REMEDY}"
         )
 
     def _items(self, data: JSONObject) -> list[Any]:
@@ -425,8 +425,9 @@ class _Decoder:
         fits = isinstance(kind, type) and issubclass(kind, base)
         if not fits or (base is tuple and not isinstance(getattr(kind, "_fields", None), tuple)):
             raise CheckpointError(
-                f"{self.where}: it holds a value of the type {str(name)[:200]}, which is not defined here. Import the "
-                f"module {str(name).partition(':')[0][:200]}, which defines it, before loading."
+                f"{self.where}: it holds a value of the type {str(name)[:200]}, which is not "
+                "defined here. Before loading, import the module "
+                f"{str(name).partition(':')[0][:200]}, which defines it."
             )
         return kind
 
@@ -436,7 +437,7 @@ def _type_name(kind: type) -> str:
     name = f"{kind.__module__}:{kind.__qualname__}"
     if _lookup(name) is not kind:
         raise ValueError(
-            "its type is not found under this name again: define it at the top of a module"
+            "its type cannot be imported by this name: define it at the top level of a module"
         )
     return name
 
@@ -526,7 +527,7 @@ def read_document_into(
 def _read_text(io: BlockIO, folder: Path, name: str, manifest: Manifest) -> bytearray:
     record = manifest.files.get(f"{name}.json")
     if record is None:
-        raise CorruptCheckpoint(f"{folder} holds no {name}.json")
+        raise CorruptCheckpoint(f"{folder} does not contain {name}.json")
     text = bytearray(record.size)
     io.read(folder / f"{name}.json", [memoryview(text)], record)
     return text
@@ -541,7 +542,7 @@ def damage(path: Path) -> Iterator[None]:
         raise
     except (CorruptFile, OSError, *MALFORMED) as error:
         if isinstance(error, KeyError):
-            why = f"it has no entry {error}"
+            why = f"it does not have the entry {error}"
         else:
             why = reason(error)[:500]
         raise CorruptCheckpoint(f"{path} is damaged: {why}") from error

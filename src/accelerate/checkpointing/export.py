@@ -45,27 +45,27 @@ def export(
     merge_adapters: bool = False,
     max_shard_size: int | str = "5GB",
 ) -> None:
-    """Write a model as `from_pretrained` reads it: the configuration of a model of transformers, and its weights.
+    """Write a model as `from_pretrained` reads it: a transformers model's configuration and its weights.
 
-    A peft model becomes its adapters alone, as `PeftModel.from_pretrained` reads them. Every process calls, and
-    the main one writes, and prints what it has written and how long that took. Of a sharded model, one tensor (with
-    `merge_adapters`, one layer) at a time is gathered.
+    For a peft model, only the adapters are written, as `PeftModel.from_pretrained` reads them. Every process
+    must call it; the main process writes, and prints what it wrote and how long that took. A sharded model is gathered
+    one tensor (with `merge_adapters`, one layer) at a time.
 
     Args:
         model: a prepared model, under DDP, FSDP2 or tensor parallelism, or any other.
-        folder: is created.
+        folder: the folder, which is created.
         merge_adapters: add the active adapters of a peft model to its base, and write that.
         max_shard_size: the largest size of a file, in bytes or as text such as "5GB".
 
     Raises:
-        ConfigurationError: the model cannot be exported so.
+        ConfigurationError: the model cannot be exported in this way.
 
     Example:
         accelerate.export(model, "merged", merge_adapters=True)
     """
     path = user_path(folder, "export: folder")
     if path.is_file():
-        raise ConfigurationError(f"export: {path} is a file; give a folder")
+        raise ConfigurationError(f"export: {path} is a file: pass a folder")
     start = time.perf_counter()
     exported = export_model(model, path, merge_adapters, max_shard_size)
     if PartialState().is_main_process:
@@ -90,8 +90,9 @@ def export_model(
         adapters = AdapterModel.of(prepared, None)
         if adapters is None:
             raise ConfigurationError(
-                f"export: the adapters of this {class_name(inner)} are not all that is trained. Pass "
-                "merge_adapters=True, or use accelerator.save_model, which then writes the entire state"
+                f"export: this {class_name(inner)} trains more than its adapters. Pass "
+                "merge_adapters=True, or use accelerator.save_model, which then writes the "
+                "entire state"
             )
         save_adapters(adapters, path)
         return f"the adapters of {class_name(inner.get_base_model())}"  # type: ignore[operator]
@@ -112,24 +113,25 @@ def _check(wrapped: nn.Module, model: nn.Module, merge_adapters: bool) -> None:
             is_incomplete = True
     if is_fsdp1(wrapped) or is_incomplete:
         raise ConfigurationError(
-            "export takes models under DDP, FSDP2 and tensor parallelism. Under FSDP1, DeepSpeed and pipelines call "
-            "accelerator.save_state, and then `accelerate export CHECKPOINT FOLDER`; give offloaded models to "
-            "accelerator.save_model"
+            "export supports models under DDP, FSDP2 and tensor parallelism. Under FSDP1, "
+            "DeepSpeed and pipelines, call accelerator.save_state and then run `accelerate "
+            "export CHECKPOINT FOLDER`. For offloaded models, call accelerator.save_model"
         )
     has_adapters = is_peft_model(model)
     can_merge = has_adapters and hasattr(model.base_model, "merge_and_unload")
     if merge_adapters and not can_merge:
         raise ConfigurationError(
-            f"export: merge_adapters=True, and this {class_name(model)} has no adapters that can be merged"
+            f"export: merge_adapters=True, but this {class_name(model)} does not have adapters "
+            "that can be merged"
         )
     if has_adapters and not merge_adapters:
         return
     for name, module in model.named_modules():
         if is_quantized_layer(module):
             raise ConfigurationError(
-                f"export writes unquantized weights, and {canonical_name(name)} is quantized. Use the model's own "
-                "save_pretrained; of a model of peft, export the adapter, load it with the unquantized base and merge "
-                "that"
+                f"export writes unquantized weights, and {canonical_name(name)} is quantized. Use "
+                "the model's own save_pretrained. For a peft model, export the adapter, load it "
+                "with the unquantized base, and merge it there"
             )
 
 
@@ -219,7 +221,7 @@ def write_weights(pieces: list[Piece], folder: Path, limit: int, is_writer: bool
             folder.mkdir(parents=True, exist_ok=True)
             if (folder / CONFIG_FILE).exists():
                 raise ConfigurationError(
-                    f"{folder} has adapters, which from_pretrained would add: give another folder"
+                    f"{folder} has adapters, which from_pretrained would add: use another folder"
                 )
             for file, content in contents.items():
                 places.update(_open(stack.enter_context(atomic_write(folder / file)), content))
@@ -248,7 +250,7 @@ def _write_value(
 ) -> None:
     if value.shape != light.shape or value.dtype != light.dtype:
         raise CheckpointError(
-            f"export: merging {name} made {value.dtype} {list(value.shape)} of it"
+            f"export: merging turned {name} into {value.dtype} {list(value.shape)}"
         )
     if value.numel():
         file.seek(offset)

@@ -64,7 +64,7 @@ def export_checkpoint(
 
     Args:
         checkpoint: a checkpoint with one model, or the file or folder of one of its models.
-        folder: is created.
+        folder: the folder, which is created.
         base: the name or folder of the model that the adapters were trained on; of a checkpoint that does not have
             the configuration of its model, a model that has it.
         merge_adapters: add the adapters that were active to the base, and write that.
@@ -84,7 +84,7 @@ def export_checkpoint(
         source = path
     if Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(source)):
         raise ConfigurationError(
-            f"{folder} is in the checkpoint {source}: give a folder outside of it"
+            f"{folder} is inside the checkpoint {source}: use a folder outside it"
         )
     try:
         limit = convert_file_size_to_int(max_shard_size)
@@ -130,7 +130,10 @@ def export_checkpoint(
             json.dump(content, file, indent=2)
     if configs:
         return "a model with its config.json"
-    return "weights without config.json, which the checkpoint does not have (for transformers, --base adds one)"
+    return (
+        "weights without a config.json, because the checkpoint does not have one (for "
+        "transformers, --base adds one)"
+    )
 
 
 def _find_model(checkpoint: Path) -> tuple[Path, JSONObject]:
@@ -149,11 +152,11 @@ def _find_model(checkpoint: Path) -> tuple[Path, JSONObject]:
         inside = [*list_checkpoints(checkpoint), *list_checkpoints(checkpoints_dir(checkpoint))]
         hint = ""
         if inside:
-            hint = f": give one of those in it, such as {inside[-1][1]}"
+            hint = f": choose one of the checkpoints in it, such as {inside[-1][1]}"
         raise CheckpointError(f"{checkpoint} is not a checkpoint with a model{hint}")
     if len(paths) > 1:
         raise CheckpointError(
-            f"{checkpoint} has several models: give one of them, such as {paths[-1]}"
+            f"{checkpoint} has several models: choose one of them, such as {paths[-1]}"
         )
     path = paths[0]
     if not (path.parent / MANIFEST).exists():
@@ -258,7 +261,7 @@ def _model_class(architectures: list[str] | None) -> Any:
     name = (architectures or ["its model"])[0]
     found = getattr(transformers, name, None)
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
-        raise ConfigurationError(f"{name} is not a model of transformers. {_ELSE}")
+        raise ConfigurationError(f"{name} is not a transformers model. {_ELSE}")
     return found
 
 
@@ -282,12 +285,10 @@ def _saved_model(path: Path, row: JSONObject, pieces: list[Piece], base: str | N
     """A model of peft that was saved with its base. Raises CheckpointMismatch if the tensors do not fit it."""
     if not _is_of_peft(row, pieces):
         raise ConfigurationError(
-            f"--merge_adapters: {path} is a model without adapters. Leave the option out"
+            f"--merge_adapters: {path} is a model without adapters. Remove the option"
         )
     if base is not None:
-        raise ConfigurationError(
-            f"--base: {path} has adapters and their base. Leave the option out"
-        )
+        raise ConfigurationError(f"--base: {path} has adapters and their base. Remove the option")
     kind, config, is_quantized = _configuration(path, row)
     if is_quantized:
         raise ConfigurationError(
@@ -338,7 +339,7 @@ def _adapted_base(path: Path, row: JSONObject, base: str | None) -> Any:
     """A base with the adapters of a checkpoint. Raises CheckpointMismatch for another base."""
     if base is None:
         raise ConfigurationError(
-            f"--merge_adapters: give the base of the adapters in {path} (--base NAME_OR_FOLDER)"
+            f"--merge_adapters: name the base of the adapters in {path} (--base NAME_OR_FOLDER)"
         )
     kind, config, is_quantized = _configuration(path, row)
     import peft
@@ -364,7 +365,7 @@ def _configuration(path: Path, row: JSONObject) -> tuple[Any, Any, bool]:
     """The class of a model's base, its configuration without quantization, and whether it was quantized."""
     if "config" not in row or "active" not in row:
         raise CheckpointError(
-            f"{path}: the checkpoint does not have the configuration of the model. {_ELSE}"
+            f"{path}: the checkpoint does not contain the model's configuration. {_ELSE}"
         )
     import transformers
 

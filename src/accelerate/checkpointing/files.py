@@ -237,7 +237,7 @@ class BlockIO:
         record: FileRecord | None,
     ) -> Iterator[Future[None]]:
         if record is not None and size != record.size:
-            raise CorruptFile(f"it has {size} bytes where {record.size} were written")
+            raise CorruptFile(f"it has {size} bytes, but {record.size} were written")
         for index, (offset, pieces) in enumerate(_cut(targets, record.block if record else BLOCK)):
             want = record.crc32[index] if record else None
             yield self._waiting.submit(_download, path, offset, pieces, want)
@@ -449,7 +449,8 @@ def _check_block(descriptor: int, offset: int, block: int, want: str | None, ahe
 def _compare(value: int, want: str, start: int, end: int) -> None:
     if value != int(want, 16):
         raise CorruptFile(
-            f"bytes {start} to {end} have changed: their checksum is {value:08x}, at the save it was {want}"
+            f"bytes {start} to {end} have changed: their checksum is {value:08x} and was {want} "
+            "when they were saved"
         )
 
 
@@ -485,7 +486,7 @@ def _opened(path: Path, size: int, record: FileRecord | None) -> Iterator[int]:
         found = os.fstat(descriptor).st_size
         want = record.size if record else size
         if found != want or size != want:
-            raise CorruptFile(f"it has {found} bytes where {want} were written")
+            raise CorruptFile(f"it has {found} bytes, but {want} were written")
         yield descriptor
     finally:
         os.close(descriptor)
@@ -530,7 +531,7 @@ def require_plain_tensor(tensor: torch.Tensor, path: str) -> None:
         if tensor.is_quantized:
             what = "quantized"
         else:
-            what = "on the meta device, so it has no values"
+            what = "on the meta device and does not have values"
         raise CheckpointError(f"{path}: the tensor is {what} and cannot be saved")
 
 
@@ -594,7 +595,7 @@ def file_head(
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES:
             raise CheckpointError(
-                f"{name}: a tensor of dtype {tensor.dtype} has no place in a safetensors file"
+                f"{name}: a safetensors file cannot store a tensor of dtype {tensor.dtype}"
             )
         size = tensor.nbytes
         header[name] = {

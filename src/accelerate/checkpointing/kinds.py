@@ -202,7 +202,7 @@ class ObjectState:
         if self.state is None and (self.kind.single or not is_once):
             # A run and the saved one may differ here: a scaler is used with fp16 only.
             if is_once:
-                return [f"{self.title} stays as it is: no state of it was saved"]
+                return [f"{self.title} stays as it is: its state was not saved"]
             return []
         if not callable(getattr(self.item, "load_state_dict", None)):
             return []
@@ -299,7 +299,8 @@ def check_optimizer(
         lacking = sorted(set(here["options"]) - set(about["options"]) - _IMPLIED)
         if about["class"] != here["class"] and lacking:
             rows.append(
-                f"saved by {about['class']}, which has no {', '.join(lacking)}; this is {here['class']}"
+                f"saved by {about['class']}, which does not have {', '.join(lacking)}; this is "
+                f"{here['class']}"
             )
     else:
         state = read()
@@ -343,10 +344,10 @@ def check_scheduler(item: object, state: object, saved_class: str | None) -> lis
     if is_other:
         by = saved_class or "another scheduler"
         raise CheckpointError(
-            f"saved by {by} ({_listed(saved - here)}), and this is {name} ({_listed(here - saved)})"
+            f"saved by {by} ({_listed(saved - here)}), but this is {name} ({_listed(here - saved)})"
         )
     if saved_class not in (None, name):
-        return [f"was saved by {saved_class}, and is a {name} here: it continues from that state"]
+        return [f"was saved by {saved_class} and is a {name} here: it continues from that state"]
     return []
 
 
@@ -461,7 +462,7 @@ def unknown_keys(document: Mapping[str, object], written: Written) -> list[str]:
 
 def no_generators(rank: int) -> str:
     """The note for a checkpoint without the random states of a rank."""
-    return f"no random states of rank {rank} were saved: its generators stay as they are"
+    return f"the random states of rank {rank} were not saved: its generators stay as they are"
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ class CorruptCheckpoint(CheckpointError):
 
 
 class CheckpointMismatch(CheckpointError):
-    """A valid checkpoint of another model, optimizer or set of objects. The message lists the differences."""
+    """A valid checkpoint of a different model, optimizer or set of objects. The message lists the differences."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,8 @@ def stamp() -> JSONObject:
             certificate = hashlib.sha256(Path(path).read_bytes()).hexdigest()
         except OSError as error:
             logger.warning(
-                "ACCELERATE_CERTIFICATE=%s cannot be read (%s): the checkpoint does not name it",
+                "ACCELERATE_CERTIFICATE=%s cannot be read (%s): the checkpoint does not refer to "
+                "it",
                 path,
                 reason(error),
             )
@@ -168,14 +169,15 @@ def read_manifest(folder: Path) -> Manifest:
             if folder.exists():
                 found = "a file"
             elif folder.is_symlink():
-                found = "a link to what does not exist"
+                found = "a broken link"
             else:
                 found = None
             raise CorruptCheckpoint(
                 f"{folder} is {found}" if found else f"{folder}: no such folder"
             ) from None
         raise CorruptCheckpoint(
-            f"{folder} has no {MANIFEST}: it is not a finished checkpoint, or another library wrote it"
+            f"{folder} does not have a {MANIFEST}: the checkpoint is not finished, or another "
+            "library wrote it"
         ) from None
 
 
@@ -211,7 +213,7 @@ def parse_manifest(path: Path) -> Manifest:
             _inside(body["token"], path)
         return Manifest(files=files, **body)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{path} cannot be understood: {error!r}") from error
+        raise CorruptCheckpoint(f"{path} cannot be parsed: {error!r}") from error
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
@@ -225,7 +227,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
     """
     if isinstance(folder, BucketPath):
         folder = folder.listed()
-    problems = [f"{name} is none of its files" for name in _foreign(folder, manifest)]
+    problems = [f"{name} is not one of its files" for name in _foreign(folder, manifest)]
     for name, record in manifest.files.items():
         try:
             size = require_regular(folder / name)
@@ -349,8 +351,8 @@ def read_unreplaced(folder: Path, read: Callable[[], T]) -> T:
 def always_replaced(folder: Path) -> CheckpointError:
     """The error for a folder that was replaced in each of the attempts to read it."""
     return CheckpointError(
-        f"{folder} was replaced {ATTEMPTS} times while it was read: another run saves into it faster than it is read. "
-        "Read a checkpoint that stays: that run can save each one into a folder of its own"
+        f"{folder} was replaced {ATTEMPTS} times while it was being read: another run saves into "
+        "it faster than it can be read. Let that run save each checkpoint into its own folder"
     )
 
 
@@ -362,7 +364,7 @@ def _checksum(body: JSONObject) -> str:
 def _inside(name: str, path: Path) -> str:
     steps = PurePosixPath(name).parts
     if not steps or name.startswith("/") or ".." in steps:
-        raise CorruptCheckpoint(f"{path} names a file outside of its folder: {name}")
+        raise CorruptCheckpoint(f"{path} names a file outside its folder: {name}")
     return name
 
 
@@ -409,7 +411,7 @@ def checkpoint_folder(project_dir: str | Path, iteration: int) -> Path:
 
 
 def list_checkpoints(directory: str | Path) -> list[tuple[int, Path]]:
-    """(number, path) of each `checkpoint_N` in a directory, oldest first: also what is damaged or no folder.
+    """The (number, path) of each `checkpoint_N` in a directory, oldest first, including damaged ones and files.
 
     In a bucket those with a manifest: what an unfinished save has left has none.
     """
@@ -495,7 +497,7 @@ def unfit(folder: Path) -> str | None:
 
 
 def newest_valid(directory: str | Path) -> Path | None:
-    """The newest `checkpoint_N` that seems complete (by sizes, not checksums), or None."""
+    """The newest `checkpoint_N` that looks complete (by sizes, not checksums), or None."""
     for _, folder in reversed(list_checkpoints(directory)):
         if unfit(folder) is None:
             return folder

@@ -43,20 +43,20 @@ from .source import CheckpointReader, ModelWeights, open_checkpoint
 logger: logging.Logger = logging.getLogger(__name__)
 
 _ABSENT = (
-    "Every process must call it, at the same place: not under `if accelerator.is_main_process`."
+    "Every process must call it at the same place, not under `if accelerator.is_main_process`."
 )
 _UNCHANGED = "Nothing was changed."
 _LENIENT = (
-    " Prepare the same objects as in the run that saved, or pass strict=False to load_state: then data loaders and "
-    "schedulers that do not fit stay as they are."
+    " Prepare the same objects as in the run that saved them, or pass strict=False to "
+    "load_state: data loaders and schedulers that do not fit then stay as they are."
 )
-_HOOKS_CALLED = "What load hooks have changed stays changed; all else is as it was."
-_PARTLY_LOADED = "The run is partly loaded: load another checkpoint, or start it again."
+_HOOKS_CALLED = "Changes that load hooks made remain; everything else is unchanged."
+_PARTLY_LOADED = "The run is partly loaded: load another checkpoint, or restart the run."
 
 
 @dataclass(repr=False)
 class LoadReport:
-    """What a load has done.
+    """What a load did.
 
     Fields:
         folder: the checkpoint.
@@ -161,7 +161,7 @@ def _meet(agreement: Agreement, timeout: float) -> None:
         agreement.announce("load_state")
     elif others_went_on(agreement, "load_state", timeout):
         others = ranks_in_words(range(1, agreement.world))
-        text = f"rank 0: {others} did not come to `load_state`, and went on. {_ABSENT}"
+        text = f"rank 0: {others} did not reach `load_state` and went on. {_ABSENT}"
         agreement.refuse(text)
         raise CheckpointError(text)
 
@@ -225,7 +225,8 @@ def _load(
             )
             if fingerprint(folder) != before:
                 raise CheckpointError(
-                    f"{folder} was replaced by another save while it was loaded. {_PARTLY_LOADED}"
+                    f"{folder} was replaced by another save while it was being loaded. "
+                    f"{_PARTLY_LOADED}"
                 ) from caught
             if isinstance(caught, CheckpointError) and not isinstance(caught, CheckpointMismatch):
                 raise type(caught)(f"{caught}. {_PARTLY_LOADED}") from caught
@@ -251,7 +252,8 @@ def _load(
 def _check_same(folders: dict[int, str]) -> None:
     if len(set(folders.values())) > 1:
         raise CheckpointError(
-            f"load_state was called with another folder on other ranks: {values_in_words(folders)}. Use one on all."
+            "load_state was called with different folders on different ranks: "
+            f"{values_in_words(folders)}. Use the same folder on all ranks."
         )
 
 
@@ -459,7 +461,7 @@ def _put_back(before: list[ObjectState], folder: Path) -> str:
             lost.append(f"{item_state.title} ({error})")
     if not lost:
         return _UNCHANGED
-    text = f"These could not be put back: {', '.join(lost)}. All else is unchanged."
+    text = f"These could not be restored: {', '.join(lost)}. Everything else is unchanged."
     logger.error("%s", text)
     return text
 
@@ -558,7 +560,8 @@ def load_newest(
     report = resume(run, directory, process=process, **options)
     if report is None:
         raise MissingCheckpointError(
-            f"there is no checkpoint in {directory}: it has no folder named checkpoint_N"
+            f"there is no checkpoint in {directory}: it does not contain a folder named "
+            "checkpoint_N"
         )
     return report
 
@@ -572,7 +575,7 @@ def resume(
     timeout: float = COMPLETION,
     **options: Any,
 ) -> LoadReport | None:
-    """As `load_newest`, but returns None if the directory has no checkpoint.
+    """Like `load_newest`, but return None if the directory does not contain a checkpoint.
 
     With `locks` the run takes the directory's lock. Raises FolderInUse if another live run saves into it, and
     CheckpointError if there are checkpoints and none is valid: starting over would hide the loss.
@@ -609,8 +612,8 @@ def resume(
         return None
     reports = "; ".join(f"{PurePath(path).name}: {why}" for path, why in reasons.items())
     raise CheckpointError(
-        f"no valid checkpoint is left in {directory}: {reports}. Nothing was moved or removed: restore one of them, "
-        "or move them away to start anew"
+        f"{directory} does not contain a valid checkpoint: {reports}. Nothing was moved or "
+        "removed: restore one of them, or move them away to start from scratch"
     )
 
 

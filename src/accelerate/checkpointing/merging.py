@@ -48,7 +48,7 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Put the shards of a model together: `model.safetensors` (or `pytorch_model.bin`) in the folder `output_path`.
+    """Merge the shards of a model: `model.safetensors` (or `pytorch_model.bin`) in the folder `output_path`.
 
     `checkpoint_dir` is the folder of shards, or a checkpoint that has one or several: the second model becomes
     `model_1.safetensors`. The main process does it. Raises CheckpointError when there are no shards, or damaged ones.
@@ -70,7 +70,7 @@ def merge(folder: Path, output: Path, safe: bool = True, remove: bool = False) -
     if remove:
         _check_removal(folder, models, output)
     if output.exists() and not output.is_dir():
-        raise ConfigurationError(f"{output} is a file: give a folder for the merged weights")
+        raise ConfigurationError(f"{output} is a file: use a folder for the merged weights")
     for shards in models.values():
         checkpoint = shards.parent
         if (checkpoint / MANIFEST).exists():
@@ -91,7 +91,7 @@ def merge(folder: Path, output: Path, safe: bool = True, remove: bool = False) -
 def find_models(folder: Path) -> dict[int, Path]:
     """{number of the model: folder of its shards}: the folder itself, or those in a checkpoint."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: there is no such folder")
+        raise CheckpointError(f"the folder {folder} does not exist")
     found = {
         int(match[1]): entry
         for entry in sorted(folder.iterdir())
@@ -101,17 +101,18 @@ def find_models(folder: Path) -> dict[int, Path]:
         return dict(sorted(found.items()))
     if folder.name.startswith(f"{OPTIMIZER_NAME}_"):
         raise CheckpointError(
-            f"{folder} holds the shards of an optimizer: give {MODEL_NAME}_fsdp_0 next to it"
+            f"{folder} holds the shards of an optimizer: use {MODEL_NAME}_fsdp_0 next to it"
         )
     if any(folder.glob("*.safetensors")) or (folder / ".metadata").exists():
         if not (folder / MANIFEST).exists():
             return {0: folder}
         raise CheckpointError(
-            f"{folder} is a checkpoint of unsharded models: there is nothing to merge in it. `accelerate export` "
-            "makes a folder that from_pretrained reads"
+            f"{folder} is a checkpoint of unsharded models, so there is nothing to merge. "
+            "`accelerate export` makes a folder that from_pretrained reads"
         )
     raise CheckpointError(
-        f"{folder} holds no shards of a model: give a checkpoint, or the {MODEL_NAME}_fsdp_0 in it"
+        f"{folder} does not hold the shards of a model: use a checkpoint, or the "
+        f"{MODEL_NAME}_fsdp_0 in it"
     )
 
 
@@ -119,11 +120,12 @@ def _check_removal(folder: Path, models: Mapping[int, Path], output: Path) -> No
     """Raise ConfigurationError if removing the folder would remove more than what is merged."""
     if folder.is_symlink():
         raise ConfigurationError(
-            f"{folder} is a link, which is not removed: give the folder that it points to"
+            f"{folder} is a link, which is not removed: use the folder that it points to"
         )
     if Path(os.path.realpath(output)).is_relative_to(os.path.realpath(folder)):
         raise ConfigurationError(
-            f"removing {folder} would also remove the merged weights in {output}: give a folder outside of it"
+            f"removing {folder} would also remove the merged weights in {output}: use a folder "
+            "outside it"
         )
     if folder in models.values():
         return
@@ -146,7 +148,7 @@ def shard_tensors(shards: Path) -> tuple[dict[str, torch.Tensor], str]:
     missing = [name for name in names if not (shards / name).exists()]
     if missing:
         raise CheckpointError(
-            f"{shards} is not complete, without {', '.join(missing)}: copy all its files again"
+            f"{shards} is not complete: it lacks {', '.join(missing)}. Copy all its files again"
         )
     entries = {}
     for name, entry in shard_entries(shards).items():
@@ -158,7 +160,7 @@ def shard_tensors(shards: Path) -> tuple[dict[str, torch.Tensor], str]:
             )
         entries[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
     if all(name.startswith("optimizer.") for name in entries):
-        raise CheckpointError(f"{shards} holds no tensors of a model")
+        raise CheckpointError(f"{shards} does not hold any tensors of a model")
     # The API's own shards name everything below `model.`; ours do not.
     is_own = any(shards.glob("*.safetensors"))
     if is_own or not all(name.startswith("model.") for name in entries):

@@ -67,9 +67,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.layout not in ("native", "compat"):
-            raise ConfigurationError(
-                f"layout={self.layout!r}: a checkpoint's layout is 'native' or 'compat'"
-            )
+            raise ConfigurationError(f"layout={self.layout!r}: use 'native' or 'compat'")
 
 
 # Writes the shards of a rank below a folder, unless it gets an error of the rank. Returns the records of files, and
@@ -151,8 +149,9 @@ class PendingCheckpoint:
             return
         if not self.options.save_on_each_node:
             raise CheckpointError(
-                f"the folder {self.folder.parent}, where rank 0 writes, is not shared with this rank's machine. "
-                "Save to a shared file system, or set ProjectConfiguration(save_on_each_node=True)"
+                f"rank 0 writes to the folder {self.folder.parent}, which is not shared with this "
+                "rank's machine. Save to a shared file system, or set "
+                "ProjectConfiguration(save_on_each_node=True)"
             )
         self.home = self.process.process_index - self.process.local_process_index
         if self.is_home:
@@ -198,7 +197,7 @@ class PendingCheckpoint:
             if identity != damaged.identity:
                 if folder == self.folder:
                     raise CheckpointError(
-                        f"{folder} has been saved by another run since this one was loaded"
+                        f"{folder} was saved by another run after this run loaded it"
                     )
                 continue
             moved = set_aside(folder)
@@ -282,7 +281,8 @@ class BucketCheckpoint(PendingCheckpoint):
         """On rank 0: name the folder of the files, and look which checkpoint is there."""
         if self.manifest.key == MANIFEST:
             raise ConfigurationError(
-                f"{self.folder} is an entire bucket: give a folder in it, such as {self.folder / 'checkpoint'}"
+                f"{self.folder} is an entire bucket: use a folder in it, such as "
+                f"{self.folder / 'checkpoint'}"
             )
         if self.process.process_index == 0:
             self._version = self.manifest.bucket.version(self.manifest.key)
@@ -324,9 +324,9 @@ class BucketCheckpoint(PendingCheckpoint):
                 is_written = bucket.replace(key, content, claim["version"], is_ours)
         except OSError as error:
             # Also a refusal: a request before it, without an answer, may have written it.
-            raise UndecidedError(f"it is not known whether it was: {error}") from error
+            raise UndecidedError(f"it may have been saved: {error}") from error
         if not is_written:
-            raise CheckpointError(f"another run has saved into {self.folder} since this save began")
+            raise CheckpointError(f"another run saved into {self.folder} after this save began")
         try:
             bucket.delete(older)
         except OSError as error:

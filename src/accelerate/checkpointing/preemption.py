@@ -55,7 +55,7 @@ class PreemptionWatch:
     ) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigurationError(
-                "signal handlers can be set in the main thread only: create the watch there"
+                "signal handlers can be set only in the main thread: create the watch there"
             )
         if interval < 1:
             raise ConfigurationError(
@@ -73,7 +73,7 @@ class PreemptionWatch:
         for name in signals:
             number = getattr(signal, name, None)
             if not isinstance(number, signal.Signals):
-                raise ConfigurationError(f"there is no signal {name!r} on this system")
+                raise ConfigurationError(f"this system does not have the signal {name!r}")
             self._former[number] = signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -45,7 +45,7 @@ class HasState(Protocol):
 
 @dataclass
 class RunState:
-    """All that a checkpoint holds, as references: nothing is copied until it is saved.
+    """All contents of a checkpoint, as references: nothing is copied until it is saved.
 
     Fields:
         models, optimizers, schedulers, dataloaders, scaler, custom, averages: in the order in which they were prepared
@@ -89,8 +89,8 @@ def check_custom(objects: Sequence[object]) -> None:
     ]
     if bad:
         raise ValueError(
-            "register_for_checkpointing takes objects that have both `state_dict` and `load_state_dict`; these have "
-            f"not: {', '.join(bad)}"
+            "register_for_checkpointing takes objects that have both `state_dict` and "
+            f"`load_state_dict`; these do not: {', '.join(bad)}"
         )
 
 
@@ -140,7 +140,8 @@ class GlobalGenerators:
         for name in accelerators(state):
             if name != kind:
                 notes.append(
-                    f"the state of the {name} generators was not used: this machine has no {name} device"
+                    f"the state of the {name} generators was not used: this machine does not have "
+                    f"a {name} device"
                 )
                 continue
             module = module_of(name)
@@ -241,7 +242,8 @@ class RankState:
         saved, present = state["strategy"].get("models", ()), self._parts()
         if len(present) != len(saved):
             raise CheckpointError(
-                f"{len(saved)} models with a state of each rank were saved, and {len(present)} are here"
+                f"{len(saved)} models with one state for each rank were saved, but {len(present)} "
+                "are here"
             )
 
     def load_state_dict(self, state: StateDict) -> list[str]:
@@ -252,8 +254,9 @@ class RankState:
             if window is not None and window["gradients"]:
                 lost = "unfinished gradients, "
             return [
-                f"saved under {_layout_text(state['layout'])}, loaded under {_layout_text(self.layout)}: {lost}"
-                "positions in the random streams of single processes are dropped"
+                f"saved under {_layout_text(state['layout'])}, loaded under "
+                f"{_layout_text(self.layout)}: {lost}the positions in the random streams of "
+                "single processes are dropped"
             ]
         if window is not None and self.gradients is not None:
             self.gradients.load_state_dict(window["gradients"])

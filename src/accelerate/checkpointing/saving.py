@@ -171,7 +171,10 @@ class SaveRanks:
 
 
 _RANK_INLINE = 1 << 14  # bytes: generator states stay in the one file of a rank
-_ABSENT = "Every process must call it, at the same place of the loop; under DDP the main process may call it alone."
+_ABSENT = (
+    "Every process must call it, at the same place in the loop; under DDP the main process "
+    "may call it alone."
+)
 
 
 def save_run(
@@ -271,7 +274,7 @@ def _collect_and_meet(
         others = ranks_in_words(range(1, pending.world_size))
         # In data parallelism each rank has all models and optimizers, so that one can save them.
         if any(part.is_partial or part.saves_shards for part in _parts(run)):
-            text = f"rank 0: {others} did not come to `save_state`, and went on. {_ABSENT}"
+            text = f"rank 0: {others} did not reach `save_state` and went on. {_ABSENT}"
             ranks.refuse(text)
             raise CheckpointError(text)
         pending.is_alone = True
@@ -290,7 +293,7 @@ def _collect_and_meet(
         agreed = meet()
     if agreed["lost"] and pending.process.process_index == 0:
         logger.warning(
-            "layout='compat' has no place for the %s: not saved. layout='native' saves it.",
+            "layout='compat' cannot store the %s, which is not saved. layout='native' saves it.",
             ", the ".join(agreed["lost"]),
         )
     return bool(agreed["is_any_different"])
@@ -317,9 +320,10 @@ def _is_collective(run: RunState, in_background: bool) -> bool:
 @functools.cache
 def _warn_alone(others: str) -> None:
     logger.warning(
-        "save_state was called on rank 0 only. Its checkpoints have the models, optimizers and schedulers, and the "
-        "random states and data position of rank 0. The random states and unfinished gradients of %s are missing: "
-        "load_state seeds their generators anew. Call save_state on every process to save them.",
+        "save_state was called on rank 0 only. Its checkpoints have the models, optimizers and "
+        "schedulers, and the random states and data position of rank 0. The random states and "
+        "unfinished gradients of %s are missing: load_state reseeds their generators. Call "
+        "save_state on every process to save them.",
         others,
     )
 
@@ -330,8 +334,9 @@ def _compare(rows: dict[int, JSONObject]) -> JSONObject:
         values = {rank: row[name] for rank, row in rows.items()}
         if len(set(values.values())) > 1:
             raise CheckpointError(
-                f"save_state was called with another {name} on other ranks: {values_in_words(values)}. Use one on "
-                "all. After a save on rank 0 only, call `accelerator.wait_for_everyone()` before the next save."
+                f"save_state was called with a different {name} on different ranks: "
+                f"{values_in_words(values)}. Use the same on all ranks. After a save on rank 0 "
+                "only, call `accelerator.wait_for_everyone()` before the next save."
             )
     check_same_entries([row["digests"] for row in rows.values()])
     lost: set[str] = set()
@@ -349,7 +354,7 @@ def _collect(pending: PendingCheckpoint, run: RunState, in_background: bool) -> 
     """Collect the states that this rank writes. Every rank calls it: gathering sharded states uses collectives."""
     if len({part.saves_shards for part in _parts(run)}) > 1:
         raise CheckpointError(
-            "a run whose models and optimizers are partly sharded and partly not cannot be saved"
+            "a run cannot be saved if only some of its models and optimizers are sharded"
         )
     rank, is_native = pending.process.process_index, pending.options.layout == "native"
     weights: list[StateDict] = []
@@ -484,8 +489,8 @@ def _keep_differing(pending: PendingCheckpoint, ranks: SaveRanks) -> None:
         pending.files.update(documents(name, document, name))
     elif differing:
         logger.warning(
-            "rank %d: layout='compat' has no place for the state of one rank: that of rank %d is saved for %s. "
-            "layout='native' saves each rank's own.",
+            "rank %d: layout='compat' cannot store a state for each rank: the state of rank %d "
+            "is saved for %s. layout='native' saves the state of each rank.",
             pending.process.process_index,
             pending.home,
             ", ".join(entry.title for entry in differing),
@@ -557,7 +562,7 @@ def _commit(pending: PendingCheckpoint, rows: dict[int, JSONObject]) -> None:
             if name in records:
                 # Each machine has a folder of hooks for a bucket.
                 raise CheckpointError(
-                    f"save hooks have written {name} on two machines: write it on the main process only"
+                    f"save hooks wrote {name} on two machines: write it only on the main process"
                 )
             records[name] = FileRecord.from_json(record)
     written = {

@@ -117,8 +117,9 @@ class ShardedState:
         for index, optimizer in enumerate(optimizers):
             if optimizer.model is None:
                 raise CheckpointError(
-                    f"optimizer {index} ({type(optimizer.inner).__qualname__}) steps parameters that are not those of "
-                    "one prepared model. Sharded state is saved by model: give each model its own optimizer."
+                    f"optimizer {index} ({type(optimizer.inner).__qualname__}) steps parameters "
+                    "of more than one prepared model. Sharded state is saved by model: give each "
+                    "model its own optimizer."
                 )
             self.optimizers.append((optimizer.model.inner, optimizer.inner))
 
@@ -266,7 +267,8 @@ class ShardedState:
             path = optimizer_shards(folder, index)
             if not path.is_dir():
                 raise CheckpointError(
-                    f"{folder} holds no shards of optimizer {index}: {path.name} is missing"
+                    f"{folder} does not hold the shards of optimizer {index}: {path.name} is "
+                    "missing"
                 )
             read_options(path)
             entries = shard_entries(path)
@@ -467,7 +469,8 @@ def _write_shards(
     if isinstance(folder, BucketPath):
         if compat and error is None:
             error = CheckpointError(
-                "layout='compat': shards in torch's own format can be in a local folder only. Use layout='native'"
+                "layout='compat': shards in torch's own format can be saved only to a local "
+                "folder. Use layout='native'"
             )
         from .bucket_shards import ShardWriter
 
@@ -711,7 +714,7 @@ def match_shards(
             fitting[f"{prefix}{name}"] = tensor
     if strict and (missing or reshaped):
         raise CheckpointError(
-            f"{folder} does not fit: missing {missing}; of another shape {reshaped}"
+            f"{folder} does not fit: missing {missing}; with a different shape {reshaped}"
         )
     return fitting
 
@@ -783,7 +786,8 @@ def read_optimizer(
         owner = _owner_of(f"state.{entry}", states)
         if owner is None:
             raise CheckpointError(
-                f"{folder} holds {key}, which belongs to no parameter of the prepared models"
+                f"{folder} holds {key}, which does not belong to any parameter of the prepared "
+                "models"
             )
         name = entry.removeprefix(f"{owner}.")
         if kind == "state":

@@ -126,7 +126,7 @@ class CheckpointReader:
                 state = read()
                 read = functools.partial(dict, state)
         else:
-            raise CheckpointError(f"{self.folder} holds no weights of model {index}")
+            raise CheckpointError(f"{self.folder} does not hold the weights of model {index}")
         return ModelWeights(path, shapes, read, self.model_extra(index))
 
     def model_extra(self, index: int) -> dict[str, object]:
@@ -200,8 +200,9 @@ class CheckpointReader:
     def _random_states(self, first: StateDict, notes: list[str]) -> StateDict:
         """The random states of this rank, from those of rank 0, which has saved alone."""
         notes.append(
-            f"rank 0 of {self.world_size} processes has saved this alone: its random states are restored, the "
-            "generators of other ranks are seeded from these and their rank. Unfinished gradients are not restored"
+            f"only rank 0 of {self.world_size} processes saved this: its random states are "
+            "restored, and the generators of other ranks are seeded from these and their rank. "
+            "Unfinished gradients are not restored"
         )
         if self.rank:
             return seeded(first, self.rank)
@@ -306,7 +307,7 @@ class NativeReader(CheckpointReader):
             if (match := RANK_DOCUMENT.fullmatch(name))
         ]
         if not present:
-            raise CorruptCheckpoint(f"{self.folder} holds the state of no rank")
+            raise CorruptCheckpoint(f"{self.folder} does not hold the state of any rank")
         if min(present) == self.rank:
             return self._own
         return self._rank_document(min(present))
@@ -322,7 +323,8 @@ class NativeReader(CheckpointReader):
         unknown = [*unknown_keys(session, Written.ONCE), *unknown_keys(own, Written.RANK)]
         if unknown:
             notes.append(
-                f"{', '.join(unknown)[:200]}: not loaded, because this version has no such kind of state"
+                f"{', '.join(unknown)[:200]}: not loaded, because this version does not know this "
+                "kind of state"
             )
         saved_states = {kind.name: kind.states(session) for kind in kinds(Written.ONCE)}
         saved_states.update({kind.name: kind.states(own) for kind in kinds(Written.RANK)})
@@ -351,8 +353,9 @@ class NativeReader(CheckpointReader):
                     session = with_rank_entries(session, entries)
         if keys and not self._is_same_size:
             notes.append(
-                f"{', '.join(keys)} differed between the {self.manifest.world_size} processes that saved: with "
-                "another number of processes every rank takes the state of rank 0"
+                f"{', '.join(keys)} differed between the {self.manifest.world_size} processes "
+                "that saved: with a different number of processes every rank takes the state of "
+                "rank 0"
             )
         return session
 
@@ -416,7 +419,8 @@ class CompatReader(CheckpointReader):
         for kind in kinds(Written.ONCE, Written.FILE):
             if kind.compat is None and kind.objects(self.run):
                 notes.append(
-                    f"the API's format has no place for the state of the {kind.label}, which stays as it is"
+                    f"the API's format cannot store the state of the {kind.label}, which stays as "
+                    "it is"
                 )
         progress = self.progress
         if not progress:
@@ -453,7 +457,7 @@ class Differences:
                 f"{name} (saved {list(saved)}, here {list(here)})"
                 for name, (saved, here) in self.shapes.items()
             ]
-            lines.append(f"of another shape: {names_in_words(rows)}")
+            lines.append(f"with a different shape: {names_in_words(rows)}")
         return "; ".join(lines)
 
 

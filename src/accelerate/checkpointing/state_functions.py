@@ -91,7 +91,7 @@ def load_accelerator_state(
     load_kwargs: dict[str, Any] | None = None,
     **load_model_func_kwargs: Any,
 ) -> dict[str, int]:
-    """Load what `save_accelerator_state` or `Accelerator.save_state` has saved of unsharded models.
+    """Load what `save_accelerator_state` or `Accelerator.save_state` saved for unsharded models.
 
     Every process calls it. All files are read, and compared with the objects, before one of these changes.
 
@@ -115,7 +115,7 @@ def load_accelerator_state(
     """
     folder = user_path(input_dir, "load_accelerator_state")
     if not folder.is_dir():
-        raise MissingCheckpointError(f"load_accelerator_state: there is no folder {folder}")
+        raise MissingCheckpointError(f"load_accelerator_state: the folder {folder} does not exist")
     process = PartialState()
     if process_index != process.process_index:
         raise ConfigurationError(

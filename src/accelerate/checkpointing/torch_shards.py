@@ -81,7 +81,7 @@ def _read_index(path: Path, stamp: tuple[int, int, int]) -> Metadata:
         raise ValueError("it is not an index of shards")
     for name in {str(entry.relative_path) for entry in metadata.storage_data.values()}:
         if Path(name).name != name:
-            raise ValueError(f"it names a file outside of its folder: {name[:200]!r}")
+            raise ValueError(f"it names a file outside its folder: {name[:200]!r}")
         try:
             require_regular(path.with_name(name))
         except OSError as error:
@@ -109,7 +109,7 @@ class PlainReader(FileSystemReader):
             )
         except READ_ERRORS as error:
             raise CheckpointError(
-                f"{path} is not an index of shards that can be trusted: {reason(error)}"
+                f"{path} is not a trustworthy index of shards: {reason(error)}"
             ) from error
         metadata.storage_meta = copy.copy(metadata.storage_meta) or StorageMeta()
         metadata.storage_meta.load_id = self.load_id

@@ -75,7 +75,7 @@ def save_model(
     """
     folder = follow_links(user_path(save_directory, "save_model: save_directory"), "save_model")
     if folder.is_file():
-        raise ConfigurationError(f"save_model: {folder} is a file; give a folder")
+        raise ConfigurationError(f"save_model: {folder} is a file: pass a folder")
     try:
         limit = convert_file_size_to_int(max_shard_size)
     except ValueError as error:
@@ -120,8 +120,9 @@ def clean_tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
     bad = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if bad:
         raise WeightFileError(
-            f"these entries are not tensors, and a safetensors file cannot contain them: {', '.join(bad[:20])}. "
-            "Pass safe_serialization=False, or leave them out of the state dict."
+            "these entries are not tensors, and a safetensors file cannot contain them: "
+            f"{', '.join(bad[:20])}. Pass safe_serialization=False, or remove them from the state "
+            "dict."
         )
     return only_tensors(state)
 
@@ -222,8 +223,8 @@ def save(
         if aliases:
             pairs = ", ".join(f"{alias} ({name})" for alias, name in sorted(aliases.items()))
             warn(
-                f"save: tensors that share memory are written once. Omitted names, each with the written name: "
-                f"{pairs}",
+                "save: tensors that share memory are written once. Omitted names, each with the "
+                f"name that is written: {pairs}",
                 every_rank=True,
             )
         path = follow_links(user_path(f, "save"), "save")
@@ -236,7 +237,7 @@ def save(
 
 
 def load(f: str | os.PathLike[str], map_location: Any = None, **kwargs: Any) -> Any:
-    """What torch.save wrote, read as plain data; `weights_only=False` in `kwargs` trusts the file. As torch.load else.
+    """Load a torch.save file as plain data; `weights_only=False` in `kwargs` trusts the file. As torch.load else.
 
     Raises CheckpointError for a file that holds more than plain data.
     """

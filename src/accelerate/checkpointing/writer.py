@@ -65,8 +65,8 @@ class Writer:
             return
         if for_save and job.thread.is_alive():
             logger.warning(
-                "the next save waits for %s, which has been written for %.0f s: saves take longer than the interval "
-                "between them",
+                "the next save waits for %s, whose save has been running for %.0f s: saves take "
+                "longer than the interval between them",
                 job.folder,
                 time.monotonic() - job.began,
             )

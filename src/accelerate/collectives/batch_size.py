@@ -33,21 +33,21 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Callable[..., Any]:
-    """Decorator: call the function with a smaller batch size each time that memory runs out, until it fits.
+    """Call the decorated function with a smaller batch size each time memory runs out, until it fits.
 
-    The function takes the batch size as its first parameter and is called without it. In a run of several processes
-    all call it, and all try the next size together when any of them is out of memory. Make what communicates
-    (prepared models) inside the function: where an error left ranks waiting in a collective, the process group is
-    made anew for the next attempt.
+    The function takes the batch size as its first parameter and is called without it. In a run of several
+    processes, all processes call it, and all try the next size together when any of them runs out of memory. Create
+    objects that communicate (prepared models) inside the function: if an error left ranks waiting in a collective, the
+    process group is recreated for the next attempt.
 
     Args:
-        function: the function, where the decorator is used without arguments.
+        function: the function, if the decorator is used without arguments.
         starting_batch_size: the first size to try.
         reduce_batch_size_fn: returns the next size. Default: nine tenths of the last one, rounded down.
 
     Returns:
-        The function without its first parameter. It raises TypeError where the batch size is passed too, and
-        RuntimeError when no size is left or another rank has failed.
+        The function without its first parameter. It raises TypeError if the batch size is also passed, and
+        RuntimeError when no size is left or another rank failed.
 
     Example:
         @find_executable_batch_size(starting_batch_size=256)
@@ -63,7 +63,8 @@ def find_executable_batch_size(
         )
     if not callable(function):
         raise TypeError(
-            f"find_executable_batch_size takes a function, not {function!r}: name starting_batch_size="
+            f"find_executable_batch_size takes a function, not {function!r}: pass "
+            "starting_batch_size by name"
         )
     batch_size = starting_batch_size
     smaller = reduce_batch_size_fn or (lambda: int(batch_size * 0.9))
@@ -82,8 +83,9 @@ def find_executable_batch_size(
             batch_size = smaller()
             if batch_size in tried:
                 raise RuntimeError(
-                    f"No executable batch size found: memory has run out with {batch_size}, and reduce_batch_size_fn "
-                    "returns that size again. It has to return a smaller one each time"
+                    f"No executable batch size found: memory ran out with {batch_size}, and "
+                    "reduce_batch_size_fn returned that size again. It must return a smaller "
+                    "size each time"
                 )
         raise RuntimeError("No executable batch size found, reached zero.")
 
@@ -191,7 +193,7 @@ class _Attempt:
         if outcome.refused is not None:
             raise RuntimeError(outcome.refused)
         if outcome.absent:
-            absence = f"did not come within {LIMIT:g} s"
+            absence = f"did not arrive within {LIMIT:g} s"
             if outcome.ended:
                 absence = "ended"
             raise RuntimeError(

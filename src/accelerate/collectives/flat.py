@@ -84,8 +84,8 @@ def plain(leaf: Tensor, operation: str) -> Tensor:
     is_dense = leaf.layout is torch.strided and not leaf.is_nested
     if not is_dense or is_dtensor(leaf) or is_wrapper_subclass(leaf):
         raise TypeError(
-            f"{operation} takes dense, plain tensors; it was given a {type(leaf).__qualname__} of layout "
-            f"{leaf.layout} (nested: {leaf.is_nested}): convert it first"
+            f"{operation} takes dense, plain tensors, but got a {type(leaf).__qualname__} of "
+            f"layout {leaf.layout} (nested: {leaf.is_nested}): convert it first"
         )
     if type(leaf) in PLAIN:
         return leaf

@@ -92,7 +92,7 @@ def _begin(call: Call, counts: Sequence[int], group: dist.ProcessGroup | None) -
         rank = group.rank()
         world = group.size()
     if len(counts) != world:
-        raise ConfigurationError(f"{OPERATION}: {len(counts)} counts were given for {world} ranks")
+        raise ConfigurationError(f"{OPERATION}: {len(counts)} counts were passed for {world} ranks")
     return distributed, rank
 
 
@@ -102,8 +102,9 @@ def _first_rows(leaf: Tensor, count: int, rank: int) -> Tensor:
         return row[: min(count, 1)]
     if leaf.shape[0] < count:
         raise ConfigurationError(
-            f"{OPERATION}: rank {rank} has {count} samples in this batch and was given a tensor of shape "
-            f"{list(leaf.shape)}: dimension 0 must have one row per sample. Use `gather` for anything else"
+            f"{OPERATION}: rank {rank} has {count} samples in this batch but passed a tensor of "
+            f"shape {list(leaf.shape)}: dimension 0 must have one row per sample. Use `gather` "
+            "for anything else"
         )
     return leaf[:count]
 

@@ -49,7 +49,7 @@ def gather_object(object: object) -> Any:
         if not hasattr(elements, "__iter__") and not hasattr(elements, "__getitem__"):
             kind = type(elements).__qualname__
             raise TypeError(
-                f"gather_object joins iterables; rank {rank} passed a {kind}: put it into a list"
+                f"gather_object joins iterables; rank {rank} passed a {kind}: put it in a list"
             )
         joined.extend(elements)
     return joined
@@ -97,6 +97,11 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     Raises:
         TypeError: on every rank, an element cannot be pickled.
         ConfigurationError: there is no rank `from_process`.
+
+    Example:
+        names = [sorted(os.listdir("data"))] if accelerator.is_main_process else [None]
+        broadcast_object_list(names)
+        names[0]  # the list of rank 0, on every rank
     """
     state = PartialState()
     if not state.use_distributed:

@@ -54,7 +54,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def synchronize_rng_state(
     rng_type: RNGType | None = None, generator: torch.Generator | None = None
 ) -> None:
-    """Copy rank 0's state of one generator to every rank. Does nothing without a type."""
+    """Copy rank 0's state of one random number generator to every rank. Does nothing without a type."""
     if rng_type is not None:
         synchronize_rng_states([rng_type], generator)
 
@@ -62,7 +62,7 @@ def synchronize_rng_state(
 def synchronize_rng_states(
     rng_types: Iterable[str | RNGType], generator: torch.Generator | None = None
 ) -> None:
-    """Copy rank 0's states of generators to every rank, in one message.
+    """Copy rank 0's random number generator states to every rank, in one message.
 
     Args:
         rng_types: the kinds of generators: "torch", "cuda", "generator", ...
@@ -71,6 +71,10 @@ def synchronize_rng_states(
     Raises:
         ValueError: an unknown type.
         ConfigurationError: a type whose device is not present, or "generator" without a generator.
+
+    Example:
+        synchronize_rng_states(["torch"])
+        order = torch.randperm(len(dataset))  # the same on every rank
     """
     generators = [_access(RNGType(rng_type), generator) for rng_type in rng_types]
     states = [read() for read, _ in generators]
@@ -99,7 +103,7 @@ def _access(
     if rng_type is RNGType.GENERATOR:
         if generator is None:
             raise ConfigurationError(
-                'rng_types: "generator" needs a generator to synchronize its seed: none was given'
+                'rng_types: "generator" needs a generator whose seed to synchronize: pass one'
             )
         return generator.get_state, generator.set_state
     if rng_type is RNGType.TORCH:
@@ -116,7 +120,8 @@ def _access(
         return read, write
     if devices.accelerator_type() != rng_type.value:
         raise ConfigurationError(
-            f"rng_types: there is no {rng_type.value} device here whose seed could be synchronized"
+            f"rng_types: this machine does not have a {rng_type.value} device whose seed could be "
+            "synchronized"
         )
     module = devices.generator_module(rng_type.value)
     return module.get_rng_state, module.set_rng_state

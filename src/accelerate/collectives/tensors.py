@@ -241,6 +241,9 @@ def broadcast(tensor: object, from_process: int = 0) -> Any:
     Raises:
         TypeError: a value that is not a tensor.
         ConfigurationError: there is no rank `from_process`.
+
+    Example:
+        seed = broadcast(torch.randint(0, 2**31, (1,), device=accelerator.device))  # that of rank 0
     """
     state = PartialState()
     if not state.use_distributed:
@@ -357,7 +360,7 @@ def _only_tensor(tensor: Tensor | None, operation: str) -> tuple[int, TensorInfo
 
 @dataclass
 class TensorInformation:
-    """A tensor's shape and dtype, standing for it in a nested value."""
+    """A tensor's shape and dtype, as a placeholder in nested data."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -369,7 +372,7 @@ def is_tensor_information(tensor_info: object) -> bool:
 
 
 def get_data_structure(data: object) -> Any:
-    """Nested `data` with a `TensorInformation` in place of every tensor."""
+    """Replace every tensor in nested `data` with a `TensorInformation`."""
 
     def describe(tensor: Tensor) -> TensorInformation:
         return TensorInformation(shape=tensor.shape, dtype=tensor.dtype)
@@ -378,7 +381,7 @@ def get_data_structure(data: object) -> Any:
 
 
 def initialize_tensors(data_structure: object) -> Any:
-    """The inverse of `get_data_structure`: uninitialized tensors in place of every `TensorInformation`."""
+    """The inverse of `get_data_structure`: replace every `TensorInformation` with an uninitialized tensor."""
 
     def create(info: TensorInformation) -> Tensor:
         return torch.empty(info.shape, dtype=info.dtype)

@@ -47,8 +47,8 @@ def group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     group = group or dist.group.WORLD
     if group is None:
         raise ConfigurationError(
-            "this process has left the group of its run, by end_training() or destroy_process_group(): communicate "
-            "before that"
+            "this process left the process group of its run (by end_training() or "
+            "destroy_process_group()): communicate before that"
         )
     return group
 

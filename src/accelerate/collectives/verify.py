@@ -87,7 +87,7 @@ def _absence(
     running = [rank for rank in listed if rank not in ended]
     places = hang_watch.request(running)
     for rank in listed:
-        line = "has not come"
+        line = "has not arrived"
         if rank in ended:
             line = "has ended"
         if rank in places:
@@ -103,7 +103,7 @@ def _absence(
 
 
 def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a user's own collective: in debug mode the ranks first compare its first argument, `tensor`.
+    """Decorate a custom collective: in debug mode the ranks first compare its first argument, `tensor`.
 
     Raises:
         DistributedOperationException: on every rank, if structure, dtypes or shapes differ, or a rank does not come.
@@ -128,7 +128,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of a function that calls verified operations: their errors are the cause of one that names it.
+    """Decorate a function that calls verified operations, so that an error names the function.
 
     Raises:
         DistributedOperationException: an operation in `function` has raised one.

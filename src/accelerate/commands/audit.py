@@ -23,18 +23,20 @@ def parser() -> Parser:
     """Return the parser of `accelerate audit`."""
     made = Parser(
         prog="accelerate audit",
-        description="Check that a recorded run has trained each sample of each epoch once, over restarts and other "
-        "numbers of ranks, and say which were not, and why. Exits with 0 if it has, with 1 if not.",
+        description="Check that a recorded run trained each sample of each epoch exactly once, "
+        "across restarts and different numbers of ranks, and report the exceptions "
+        "with their reasons. Exits with 0 if it did, and with 1 if not.",
     )
-    made.add_argument("run", metavar="RUN", help="Folder of a run that was recorded.")
+    made.add_argument("run", metavar="RUN", help="Folder of a recorded run.")
     made.add_argument(
         "--allow",
         nargs="+",
         default=[],
         metavar="REASON",
-        help="Reasons that are intended, such as drop_last and even_batches: they do not change the exit code.",
+        help="Intended reasons, such as drop_last and even_batches. They do not change the exit "
+        "code.",
     )
-    made.add_argument("--json", action="store_true", help="Print an object of JSON instead.")
+    made.add_argument("--json", action="store_true", help="Print JSON instead.")
     return made
 
 
@@ -47,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
         unknown = sorted(set(options.allow) - set(audit.REASONS))
         if unknown:
             raise ConfigurationError(
-                f"--allow {' '.join(unknown)}: the reasons are {', '.join(audit.REASONS)}"
+                f"--allow {' '.join(unknown)}: the known reasons are {', '.join(audit.REASONS)}"
             )
         result = audit.audit(rows.read(user_path(options.run, "RUN")))
     is_right = result.is_right(tuple(options.allow))
@@ -63,9 +65,7 @@ def _text(result: Audit, is_right: bool) -> str:
 
     lines = [f"{result.steps} steps; starts of the run: {result.attempts}"]
     for first, last in result.redone:
-        lines.append(
-            f"steps {first}-{last} were done again, after a checkpoint before them was loaded"
-        )
+        lines.append(f"steps {first}-{last} were repeated after an earlier checkpoint was loaded")
     for first, last in result.missing:
         lines.append(f"steps {first}-{last} are not recorded")
     headers = ["loader", "epoch", "steps", "ranks", "positions", "trained", "samples", "findings"]
@@ -81,13 +81,13 @@ def _text(result: Audit, is_right: bool) -> str:
         if len(epoch.findings) > _MOST:
             lines.append(f"{name}: and {len(epoch.findings) - _MOST} more; --json shows all")
         if epoch.is_open:
-            lines.append(f"{name}: the run has ended within it")
+            lines.append(f"{name}: the run ended during this epoch")
     if is_right:
-        lines.append("right: each position of each complete epoch was trained once")
+        lines.append("correct: each position of each complete epoch was trained once")
     elif result.epochs:
         lines.append("not right")
     else:
-        lines.append("not known: no step has read a prepared loader")
+        lines.append("unknown: no step read a prepared loader")
     return "\n".join(lines)
 
 

@@ -102,7 +102,7 @@ class StoreCheck:
         before = time.time()
         modified = self.bucket.stat(self._write("clock", b"clock")).modified
         seconds = abs(modified - before)
-        text = f"{seconds:.0f} s between this machine and the store"
+        text = f"the clocks of this machine and the store differ by {seconds:.0f} s"
         _require(seconds < CLOCK_LIMIT, f"{text}: set the clock of this machine (NTP)")
         return text
 
@@ -116,7 +116,7 @@ class StoreCheck:
                 return self.bucket.create(key, content, content.__eq__)
 
             self._require_one_winner(key, create)
-        return "one winner each time"
+        return "exactly one writer won each time"
 
     def _replacement(self) -> str:
         key = self._write("replaced", b"original")
@@ -127,7 +127,7 @@ class StoreCheck:
                 return self.bucket.replace(key, content, version, content.__eq__)
 
             self._require_one_winner(key, replace)
-        return "one winner each time"
+        return "exactly one writer won each time"
 
     def _require_one_winner(self, key: str, write: Callable[[bytes], bool]) -> None:
         """Write at the same time, and once more after that: one may win, whose content stays."""
@@ -137,9 +137,11 @@ class StoreCheck:
             results = list(pool.map(write, contents))
         results.append(write(late))
         count = sum(results)
-        _require(count == 1, f"{count} of {WRITERS + 1} writers have won, where one must")
+        _require(count == 1, f"{count} of {WRITERS + 1} writers won, but exactly one must win")
         winner = [*contents, late][results.index(True)]
-        _require(self.bucket.get(key, 100) == winner, "the content of a loser was read")
+        _require(
+            self.bucket.get(key, 100) == winner, "a read returned the content of a writer that lost"
+        )
 
     # -- what is read after a write
 
@@ -147,7 +149,7 @@ class StoreCheck:
         for _ in range(ROUNDS):
             content = os.urandom(32)
             key = self._write("read", content)
-            _require(self.bucket.get(key, 100) == content, "an earlier version was read")
+            _require(self.bucket.get(key, 100) == content, "a read returned an earlier version")
 
     def _list_after_write(self) -> None:
         keys = {self._write(f"listed/{number}", b"listed") for number in range(ROUNDS)}
@@ -155,14 +157,14 @@ class StoreCheck:
         self.bucket.delete([removed])
         listed = {entry.key for entry in self.bucket.objects(f"{self.folder}/listed")}
         count = len(listed & keys)
-        _require(count == ROUNDS, f"a listing has {count} of {ROUNDS} new objects")
-        _require(removed not in listed, "a listing has a deleted object")
+        _require(count == ROUNDS, f"a listing showed {count} of {ROUNDS} new objects")
+        _require(removed not in listed, "a listing showed a deleted object")
 
     def _ranges(self) -> None:
         content = os.urandom(100_000)
         memory = bytearray(33_333)
         self.bucket.read(self._write("ranges", content), 33_333, [memoryview(memory)])
-        _require(memory == content[33_333:66_666], "other bytes were read")
+        _require(memory == content[33_333:66_666], "a read returned different bytes")
 
     def _multipart(self) -> str:
         key = f"{self.folder}/parts"
@@ -175,7 +177,7 @@ class StoreCheck:
         self.bucket.read(key, 0, [memoryview(memory)])
         up = len(memory) / 1e6 / (written - begin)
         down = len(memory) / 1e6 / (time.perf_counter() - written)
-        _require(memory == block * count, "other bytes were read than were written")
+        _require(memory == block * count, "a read returned different bytes than were written")
         return f"{count} MiB, {up:.0f} MB/s up, {down:.0f} MB/s down"
 
 

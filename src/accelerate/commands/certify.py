@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ..config.launch_settings import Settings as LaunchSettings
     from ..launchers.base import Launcher
 
-USAGE = """accelerate certify [options] --layouts ddp:2 fsdp:2 [options] SCRIPT [arguments of the script]
-       accelerate certify [options] SCRIPT [arguments of the script] --layouts ddp:2 fsdp:2 [options]
+USAGE = """accelerate certify [options] --layouts ddp:2 fsdp:2 [options] SCRIPT [script arguments]
+       accelerate certify [options] SCRIPT [script arguments] --layouts ddp:2 fsdp:2 [options]
        accelerate certify --check certificate.yaml"""
 _LAYOUTS = ("--layouts", "--layout")
 # Options that a certificate has a field for.
@@ -34,59 +34,67 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(
         prog="accelerate certify",
         usage=USAGE,
-        description="Run a script for a few optimizer steps on one process and in each layout, and compare what it "
-        "trains. Exit code: 0 equal, 1 different, 2 could not run, 3 not comparable.",
+        description="Run a script for a few optimizer steps on one process and in each layout, "
+        "and compare the results. Exit code: 0 equal, 1 different, 2 could not run, "
+        "3 not comparable.",
     )
     made.add_argument(
         *_LAYOUTS,
         type=str.split,
         metavar="LAYOUT ...",
-        help="Layouts, such as ddp:2 or fsdp:2xtp:2.",
+        help="Layouts to certify, such as ddp:2 or fsdp:2xtp:2.",
     )
     made.add_argument(
-        "--steps", type=int, metavar="N", help="Optimizer steps to compare. Default: 4."
+        "--steps", type=int, metavar="N", help="Number of optimizer steps to compare. Default: 4."
     )
     made.add_argument(
         "--config_file",
         metavar="FILE",
-        help="Configuration file of a launch, whose layout is replaced.",
+        help="Launch configuration file. --layouts replaces its layout.",
     )
     made.add_argument(
         "--dtype",
-        help="Type of the model's tensors, such as float64, which makes the verdict sharp. Default: own.",
+        help="Dtype of the model's tensors, such as float64, which makes the verdict sharp. "
+        "Default: the model's own.",
     )
     made.add_argument(
         "--dropout",
         action="store_true",
         default=None,
-        help="Keep dropout. Default: it is set to 0.",
+        help="Keep dropout. By default, its probability is set to 0.",
     )
     made.add_argument(
         "--reference",
         metavar="LAYOUT",
-        help="Layout to compare with, for a model that one process cannot hold. Default: one process.",
+        help="Layout to compare with, for a model that does not fit on one process. Default: one "
+        "process.",
     )
     made.add_argument(
         "--against",
         metavar="TEXT",
-        help="Compare each layout with the same one instead: 'itself' runs it twice and compares bit by bit; a folder "
-        "with bin/python, or a git revision of this package, is another installation.",
+        help="Compare each layout with itself instead: 'itself' runs it twice and compares bit "
+        "by bit. A folder with bin/python or a git revision of this package names another "
+        "installation to compare with.",
     )
     made.add_argument("--cpu", action="store_true", default=None, help="Run on the CPU.")
     made.add_argument("--json", action="store_true", help="Print the certificate as JSON.")
     made.add_argument(
-        "--output", default="certificate.yaml", metavar="FILE", help="Default: certificate.yaml."
+        "--output",
+        default="certificate.yaml",
+        metavar="FILE",
+        help="File for the certificate. Default: certificate.yaml.",
     )
     made.add_argument(
         "--folder",
-        help="Folder of the records and logs. Default: a temporary one, which keeps the logs.",
+        help="Folder for records and logs. Default: a temporary folder, in which the logs are "
+        "kept.",
     )
     made.add_argument(
-        "--check", metavar="FILE", help="Run a certificate again and compare the verdicts."
+        "--check", metavar="FILE", help="Run a certificate again, and compare the verdicts."
     )
-    made.add_argument("-m", "--module", action="store_true", help="The script is a module.")
-    made.add_argument("script", nargs="?", help="The script.")
-    made.add_argument("arguments", nargs=argparse.REMAINDER, help="Its arguments.")
+    made.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module.")
+    made.add_argument("script", nargs="?", help="Script to run.")
+    made.add_argument("arguments", nargs=argparse.REMAINDER, help="Arguments of the script.")
     return made
 
 
@@ -95,9 +103,9 @@ def main(argv: list[str] | None = None) -> None:
     made = parser()
     args = made.parse_args(_arranged(sys.argv[1:] if argv is None else argv))
     if args.check is None and args.layouts is None:
-        made.error("--layouts is missing: give layouts such as ddp:2 or fsdp:2xtp:2")
+        made.error("--layouts is missing: add layouts such as ddp:2 or fsdp:2xtp:2")
     if args.check is None and args.script is None:
-        made.error("the script is missing: give its name after the layouts, or first")
+        made.error("the script is missing: name it first or after the layouts")
     with exit_on(ConfigurationError):
         sys.exit(_run(args))
 
@@ -174,7 +182,7 @@ def _run(args: argparse.Namespace) -> int:
     for row in certificate.rows:
         if row.verdict != verdicts.get(row.layout, row.verdict):
             messages.show(
-                f"{row.layout}: {row.verdict}, and {verdicts[row.layout]} in {args.check}"
+                f"{row.layout}: {row.verdict}, but {verdicts[row.layout]} in {args.check}"
             )
             code = code or 1
     return code
@@ -218,7 +226,8 @@ def _compare_fields(args: argparse.Namespace, certificate: Certificate) -> None:
     for name, value in given.items():
         if value is not None and value != data.get(name):
             raise ConfigurationError(
-                f"--check {args.check}: its {name} is {data.get(name)}, and {value} is given: leave out what it has"
+                f"--check {args.check}: its {name} is {data.get(name)}, but {value} was passed: "
+                "remove what the certificate already sets"
             )
 
 
@@ -243,8 +252,8 @@ def certify_launch(settings: LaunchSettings, launcher: Launcher) -> None:
             )
     if launcher.name != "local" or spec.num_machines > 1:
         raise ConfigurationError(
-            f"certify: a layout is certified on one machine, with the engine local, and this is {launcher.name}. Run "
-            "`accelerate certify` on one machine first"
+            "certify: a layout is certified on one machine with the local engine, but this is "
+            f"{launcher.name}. Run `accelerate certify` on one machine first"
         )
     base: dict[str, Any] = {}
     for name, option in options().items():

@@ -36,14 +36,16 @@ _FACTS = (
 )  # fmt: skip
 # Files that tell what a folder without a manifest is.
 _SIGNS = {
-    "adapter_config.json": "it has the adapters of a peft model, which PeftModel.from_pretrained reads",
-    "config.json": "it has a model, which from_pretrained reads",
-    "random_states_*": "it was saved by another library, or the save was not finished. It has no manifest to verify",
-    ".metadata": "it has a checkpoint of torch.distributed.checkpoint",
-    "*.distcp": "it has a checkpoint of torch.distributed.checkpoint, whose .metadata is missing",
-    "*.safetensors": "it has weights, and no manifest of a checkpoint",
-    "*.bin": "it has weights, and no manifest of a checkpoint",
-    "telemetry": "it is the folder of a run that has saved no checkpoint",
+    "adapter_config.json": "it contains the adapters of a peft model, which "
+    "PeftModel.from_pretrained reads",
+    "config.json": "it contains a model, which from_pretrained reads",
+    "random_states_*": "another library saved it, or the save did not finish. It does not have a "
+    "manifest to verify",
+    ".metadata": "it contains a torch.distributed.checkpoint checkpoint",
+    "*.distcp": "it contains a torch.distributed.checkpoint checkpoint whose .metadata is missing",
+    "*.safetensors": "it contains weights but not the manifest of a checkpoint",
+    "*.bin": "it contains weights but not the manifest of a checkpoint",
+    "telemetry": "it is the folder of a run that has not saved a checkpoint",
 }
 
 
@@ -60,33 +62,38 @@ def parser() -> Parser:
         action.add_argument("path", help=place)
         return action
 
-    place = "a checkpoint, a folder of checkpoints, or the folder of a project; or such a place in a bucket"
-    what = "show the checkpoints, and whether each is complete, without reading the weights"
+    place = "a checkpoint, a folder of checkpoints or the folder of a project, local or in a bucket"
+    what = "show the checkpoints and whether each is complete, without reading the weights"
     as_json = {"action": "store_true", "help": "print one JSON object"}
     action = add("list", what, place)
     action.add_argument("--json", **as_json)
     action.add_argument(
         "--uploads", action="store_true", help="also show unfinished uploads to S3; needs boto3"
     )
-    what = "read every file and compare its checksum with the manifest; exit code 1 if one differs"
+    what = "read every file and compare its checksum with the manifest; exit code 1 if any differs"
     add("verify", what, place).add_argument("--json", **as_json)
     what = (
-        "copy checkpoints between folders and buckets; each file is compared with its checksum, and a copy is a "
-        "checkpoint when its last file is written"
+        "copy checkpoints between folders and buckets; each file is compared with its checksum, "
+        "and a copy becomes valid when its last file is written"
     )
-    add("copy", what, place).add_argument("target", help="a folder, or a place in a bucket")
-    what = "remove what killed saves have left, after a day, and with --keep the oldest checkpoints"
+    add("copy", what, place).add_argument("target", help="a folder or a location in a bucket")
+    what = "remove leftovers of killed saves after a day and, with --keep, the oldest checkpoints"
     action = add("prune", what, place)
     action.add_argument("--keep", type=int, metavar="N", help="keep the newest N checkpoints")
-    action.add_argument("--dry_run", action="store_true", help="only show what would be removed")
-    what = (
-        "try on small objects, which are removed again, what checkpoints rely on: rights, conditional writes, reads "
-        "and listings that show what was written; exit code 1 if the store does otherwise"
+    action.add_argument(
+        "--dry_run", action="store_true", help="show what would be removed, and remove nothing"
     )
-    action = add("check", what, "a place in a bucket, such as s3://bucket/run")
+    what = (
+        "test with small temporary objects what checkpoints rely on: permissions, conditional "
+        "writes, and reads and listings that show what was written; exit code 1 if a test fails"
+    )
+    action = add("check", what, "a location in a bucket, such as s3://bucket/run")
     action.add_argument("--json", **as_json)
     action.add_argument(
-        "--size", type=int, default=64, help="MiB of the object that measures the speed (64)"
+        "--size",
+        type=int,
+        default=64,
+        help="size in MiB of the object that measures the speed (64)",
     )
     return made
 
@@ -121,7 +128,8 @@ def _list(options: argparse.Namespace) -> bool:
     else:
         for folder in damaged:
             print(
-                f"set aside {folder}: a run has renamed it when it could not be loaded; no run reads or removes it"
+                f"set aside {folder}: a run renamed it because it could not be loaded; no run "
+                "reads or removes it"
             )
         for folder in unfinished:
             print(
@@ -142,7 +150,7 @@ def _verify(options: argparse.Namespace) -> bool:
         row["foreign"] = foreign_files(folder) if row["ok"] else []
         if row["foreign"] and not options.json:
             names = names_in_words(row["foreign"])
-            print(f"note {folder} also has what is not part of it: {names}")
+            print(f"note {folder} also contains files that are not part of it: {names}")
     if options.json:
         _print_json(path, rows)
     return all(row["ok"] for row in rows) if folders else _nothing(path)
@@ -168,13 +176,13 @@ def _what_it_is(path: Path) -> str:
     if not path.exists():
         return ", which does not exist"
     if not path.is_dir():
-        return ", which is a file: give the folder of a checkpoint, or of a project"
+        return ", which is a file: pass the folder of a checkpoint or of a project"
     names = sorted(entry.name for entry in path.iterdir())
     if not names:
         return ", which is empty"
     below = [name for name in names if (path / name).is_dir() and _folders(path / name)[0]]
     if below:
-        return f": give a folder in it that has one, such as {path / below[0]}"
+        return f": pass a folder in it that has one, such as {path / below[0]}"
     for name, what in _SIGNS.items():
         if fnmatch.filter(names, name):
             return f": {what}"
@@ -184,9 +192,9 @@ def _what_it_is(path: Path) -> str:
 def _list_uploads(path: Path) -> None:
     """Print the uploads to S3 that were neither completed nor removed. obstore does not list them."""
     if not isinstance(path, BucketPath) or not path.bucket.url.startswith("s3://"):
-        raise ConfigurationError(f"--uploads: {path} is not in a bucket of S3")
+        raise ConfigurationError(f"--uploads: {path} is not in an S3 bucket")
     if not is_available("boto3"):
-        raise ConfigurationError("--uploads: `pip install boto3`, which lists them")
+        raise ConfigurationError("--uploads needs boto3: pip install boto3")
     boto3: Any = importlib.import_module("boto3")
     errors: Any = importlib.import_module("botocore.exceptions")
     name = path.bucket.url.removeprefix("s3://")
@@ -238,7 +246,7 @@ def _check_store(options: argparse.Namespace) -> bool:
     """Print each promise of the store of a location. Return whether all were kept."""
     if not is_bucket(options.path):
         raise ConfigurationError(
-            f"{options.path} is a local path: check a place in a bucket, such as s3://bucket/run"
+            f"{options.path} is a local path: check a location in a bucket, such as s3://bucket/run"
         )
     from .bucket_check import StoreCheck
 

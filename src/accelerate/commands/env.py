@@ -83,7 +83,9 @@ def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     description = "Describe this installation and this machine, for bug reports."
     made = command_parser("env", description, env_command, subparsers)
     made.add_argument(
-        "--config_file", default=None, help="Configuration file to show instead of the default one."
+        "--config_file",
+        default=None,
+        help="Configuration file to show instead of the default file.",
     )
     made.add_argument("--json", action="store_true", help="Print JSON.")
     return made

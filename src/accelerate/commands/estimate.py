@@ -91,16 +91,16 @@ def build(
     if path.is_dir():
         path = path / CONFIG
         if not path.is_file():
-            raise ConfigurationError(f"the folder {name} has no {CONFIG}")
+            raise ConfigurationError(f"the folder {name} does not contain a {CONFIG}")
     elif not path.is_file():
         if name.startswith((".", "/", "~")) or name.endswith(".json"):
-            raise ConfigurationError(f"{name}: there is no such file or folder")
+            raise ConfigurationError(f"{name} does not exist")
         path = _from_hub(name, token)
     config = _read(path)
     library = library or _library_of(config, name)
     if not is_available(library):
         raise ConfigurationError(
-            f"{name} is a model of {library}, which is not installed: pip install {library}"
+            f"{name} is a {library} model, and {library} is not installed: pip install {library}"
         )
     try:
         if library == "timm":
@@ -121,8 +121,8 @@ def _from_hub(name: str, token: str | None) -> Path:
     """The model's config.json from the local cache of the Hub, or else from the Hub if it answers."""
     if not is_available("huggingface_hub"):
         raise ConfigurationError(
-            f"{name} is not a file or folder here, and models of the Hub need huggingface_hub, which is not "
-            "installed: pip install transformers"
+            f"{name} is not a file or folder here, and models from the Hub need huggingface_hub, "
+            "which is not installed: pip install transformers"
         )
     from huggingface_hub import hf_hub_download, model_info, try_to_load_from_cache
 
@@ -136,9 +136,10 @@ def _from_hub(name: str, token: str | None) -> Path:
     # The Hub's own errors, and those of its HTTP library, of which there have been several.
     except Exception as error:
         raise ConfigurationError(
-            f"{name} is not a file or folder here and not in the local cache, and the Hub does not give its {CONFIG} "
-            f"({_one_line(error)}). Check the name, give a folder, or sign in with `hf auth login` (or set HF_TOKEN) "
-            "for a gated or private model"
+            f"{name} is not a file or folder here, is not in the local cache, and its {CONFIG} "
+            f"cannot be downloaded from the Hub ({_one_line(error)}). Check the name, pass a "
+            "folder, or sign in with `hf auth login` (or set HF_TOKEN) for a gated or private "
+            "model"
         ) from None
 
 
@@ -148,7 +149,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{path} cannot be read: {error}") from None
     if not isinstance(config, dict):
-        raise ConfigurationError(f"{path} is not the configuration of a model: it has no keys")
+        raise ConfigurationError(f"{path} is not a model configuration: it does not have any keys")
     return config
 
 
@@ -158,7 +159,7 @@ def _library_of(config: dict[str, Any], name: str) -> str:
     if "architecture" in config and ("pretrained_cfg" in config or "num_features" in config):
         return "timm"
     raise ConfigurationError(
-        f"the configuration of {name} does not name the library of the model: give --library_name "
+        f"the configuration of {name} does not name the model's library: add --library_name "
         f"({' or '.join(LIBRARIES)})"
     )
 
@@ -253,11 +254,13 @@ def report(name: str, model: nn.Module, found: list[Footprint]) -> str:
     ]
     if any(row.training for row in found):
         lines.append(
-            "Activations come on top: they depend on the batch. `accelerate plan` traces them."
+            "Activations are not included, because they depend on the batch. `accelerate plan` "
+            "traces them."
         )
     if any(not row.training for row in found):
         lines.append(
-            "int8 and int4: as if every weight were quantized; layers that stay in 16 bits come on top."
+            "int8 and int4: as if every weight were quantized; layers that stay in 16 bits need "
+            "more."
         )
     return "\n".join(lines)
 
@@ -269,19 +272,19 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         subparsers: what `ArgumentParser.add_subparsers` returned.
     """
     description = (
-        "Estimate the memory that a model needs for loading and for training. It is built from its configuration "
-        "on the meta device: no weights are loaded."
+        "Estimate the memory that a model needs for loading and training. The model is built "
+        "from its configuration on the meta device; weights are not loaded."
     )
     made = command_parser("estimate-memory", description, estimate_command, subparsers)
     made.add_argument(
         "model_name",
-        help="Folder with a config.json, the file itself, a name on the Hugging Face Hub, or module:function, which "
-        "returns a torch.nn.Module.",
+        help="Folder with a config.json, the file itself, a name on the Hugging Face Hub, or "
+        "module:function that returns a torch.nn.Module.",
     )
     made.add_argument(
         "--library_name",
         choices=LIBRARIES,
-        help="Library of the model, if the configuration does not name it.",
+        help="The model's library, if the configuration does not name it.",
     )
     made.add_argument(
         "--dtypes",
@@ -295,7 +298,8 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     made.add_argument(
         "--trust_remote_code",
         action="store_true",
-        help="Run Python code that is distributed with the model. Use it only for code that you have read.",
+        help="Run Python code that comes with the model. Use this only for code that you have "
+        "read.",
     )
     return made
 

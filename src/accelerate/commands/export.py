@@ -15,28 +15,31 @@ def parser() -> Parser:
     """Return the parser of `accelerate export`."""
     made = Parser(
         prog="accelerate export",
-        description="Write the model of a checkpoint, saved in any layout, into a folder that transformers' "
-        "from_pretrained reads, or its adapters as peft reads them. The checksums of the checkpoint are compared "
-        "first. A few tensors are in memory at a time.",
+        description="Write the model of a checkpoint, saved in any layout, to a folder that "
+        "transformers' from_pretrained reads, or its adapters to a folder that peft "
+        "reads. The checksums of the checkpoint are verified first. Only a few "
+        "tensors are in memory at a time.",
     )
     made.add_argument(
-        "checkpoint", help="A checkpoint, or if it has several models the file or folder of one."
+        "checkpoint",
+        help="A checkpoint or, if it has several models, the file or folder of one of them.",
     )
     made.add_argument("folder", help="Folder for the model; it is created if it does not exist.")
     made.add_argument(
         "--base",
-        help="Name or folder of the model that the adapters were trained on; or, for a checkpoint that does not have "
-        "the configuration of its model, of a model with this configuration.",
+        help="Name or folder of the model that the adapters were trained on. For a checkpoint "
+        "without the configuration of its model: name or folder of a model with the same "
+        "configuration.",
     )
     made.add_argument(
         "--merge_adapters",
         action="store_true",
-        help="Add the adapters to the base, and write the merged model.",
+        help="Merge the adapters into the base, and write the merged model.",
     )
     made.add_argument(
         "--max_shard_size",
         default="5GB",
-        help="Largest size of a file of weights. Default: 5GB.",
+        help="Maximum size of a weight file. Default: 5GB.",
     )
     return made
 
@@ -50,7 +53,7 @@ def main(argv: list[str] | None = None) -> None:
         source = location(args.checkpoint, "checkpoint")
         folder = user_path(args.folder, "folder")
         if folder.is_file():
-            raise ConfigurationError(f"folder={args.folder!r} is a file; give a folder")
+            raise ConfigurationError(f"folder={args.folder!r} is a file: pass a folder")
         from ..checkpointing.copying import local_models
         from ..checkpointing.export_checkpoint import export_checkpoint
 

@@ -45,8 +45,9 @@ def parser() -> Parser:
     """Return the parser of `accelerate init`."""
     made = Parser(
         prog="accelerate init",
-        description="Write a small project that trains on any number of processes: the script, a configuration of its "
-        "launches, a test, a batch job of Slurm, pyproject.toml and a README. No file is overwritten.",
+        description="Write a small project that trains on any number of processes: a script, a "
+        "launch configuration, a test, a Slurm batch job, pyproject.toml and a "
+        "README. Existing files are not overwritten.",
     )
     made.add_argument(
         "folder", nargs="?", default=".", help="Folder of the project. Default: the current folder."
@@ -56,7 +57,8 @@ def parser() -> Parser:
         choices=list(TASKS),
         help="What the project does. "
         + " ".join(f"{name}: {task.title}." for name, task in TASKS.items())
-        + " Without it you are asked, and for the configuration as by `accelerate config`.",
+        + " Without this option, the command asks for the task, and then for the configuration "
+        "as `accelerate config` does.",
     )
     return made
 
@@ -109,7 +111,8 @@ def _check_absent(folder: Path) -> None:
     present = [name for name in names if (folder / name).exists()]
     if present:
         raise ConfigurationError(
-            f"{folder} already has {', '.join(present)}, and nothing is overwritten: name another folder"
+            f"{folder} already has {', '.join(present)}, which would be overwritten: use another "
+            "folder"
         )
 
 

@@ -32,8 +32,9 @@ from ..launchers.spec import LaunchSpec, Program
 from .parser import add_options, coloured_help, command_parser, exit_on, has_colour, print_error
 
 DESCRIPTION = (
-    "Run a training script on one process, on several processes, or on several machines. The value of an option that "
-    "is not given comes from its environment variable, the configuration file, or the default."
+    "Run a training script on one process, several processes, or several machines. Options that "
+    "you do not pass are read from their environment variables and the configuration file; "
+    "otherwise they have their default values."
 )
 
 # The exit code with which argparse ends a script that does not know one of its arguments.
@@ -41,10 +42,10 @@ WRONG_ARGUMENTS = 2
 # Options of torchrun that have another name here, besides the accepted ones.
 OF_TORCHRUN = {
     "rdzv_endpoint": "use --main_process_ip and --main_process_port",
-    "standalone": "leave it out, a launch on one machine needs no rendezvous",
+    "standalone": "remove it: a launch on one machine does not need a rendezvous",
     "redirects": "use --log_dir, which writes the output of each rank to files",
-    "start_method": "leave it out, each rank is a new interpreter",
-    "run_path": "leave it out, and give the path of the script",
+    "start_method": "remove it: each rank is a new interpreter",
+    "run_path": "remove it, and pass the path of the script",
 }
 
 
@@ -80,7 +81,7 @@ def launch_command_parser(
     subparsers: Any = None,
 ) -> argparse.ArgumentParser:
     """The parser of `accelerate launch`; as a sub-command where `subparsers` is given."""
-    usage = "accelerate launch [options] script.py [arguments of the script]"
+    usage = "accelerate launch [options] script.py [script arguments]"
     parser = command_parser(
         "launch",
         DESCRIPTION,
@@ -96,7 +97,7 @@ def launch_command_parser(
         action=Help,
         nargs="?",
         metavar="TOPIC",
-        help="Show the usual options, or those of a topic.",
+        help="Show the most common options, or those of a topic.",
     )
     parser.add_argument(
         "--help_all", action=Help, nargs=0, const="all", help="Show the options of all topics."
@@ -111,7 +112,7 @@ def launch_command_parser(
     )
     parser.add_argument(
         "training_script",
-        help="The script to start (or module, or program), then its own arguments.",
+        help="The script, module or program to start, followed by its own arguments.",
     )
     script_args = parser.add_argument(
         "training_script_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
@@ -207,7 +208,8 @@ def launch_command(args: argparse.Namespace, in_place: bool = False) -> None:
         misplaced = [word for word in spec.program.args if word.split("=")[0] in flags]
         if code == WRONG_ARGUMENTS and misplaced:
             messages.show(
-                f"{spec.program.name} got {', '.join(misplaced)}: options of the launch go before {spec.program.name}"
+                f"{spec.program.name} got {', '.join(misplaced)}: launch options go before "
+                f"{spec.program.name}"
             )
     if code:
         sys.exit(code)
@@ -241,8 +243,8 @@ def show_misplaced(program: Program) -> None:
             misplaced.append(word)
     if misplaced:
         messages.show(
-            f"{', '.join(misplaced)} goes to {program.name}, which does not mention it: an option of the launch comes "
-            "before the script"
+            f"{', '.join(misplaced)} goes to {program.name}, which does not mention it: launch "
+            "options go before the script"
         )
 
 

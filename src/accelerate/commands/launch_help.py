@@ -23,8 +23,11 @@ EXAMPLES = (
         "on two machines; run it on the other one with --machine_rank 1",
         "--num_machines 2 --machine_rank 0 \\\n      --main_process_ip 10.0.0.1 train.py",
     ),
-    ("as a batch job of Slurm", "--engine slurm --num_processes 8 train.py"),
-    ("show the commands and variables of the processes, and start nothing", "--dry_run train.py"),
+    ("as a Slurm batch job", "--engine slurm --num_processes 8 train.py"),
+    (
+        "show the commands and variables of the processes without starting them",
+        "--dry_run train.py",
+    ),
 )
 
 
@@ -92,9 +95,9 @@ def _usual(parser: argparse.ArgumentParser) -> str:
             f"usage: {parser.usage}\n",
             textwrap.fill(parser.description or "", help_width()),
             "",
-            _options([Group("usual options", "", tuple(rows))]),
+            _options([Group("common options", "", tuple(rows))]),
             _examples(),
-            "topics (-h TOPIC shows their options, -h OPTION one option, -h all everything):",
+            "topics (-h TOPIC shows its options, -h OPTION explains one, -h all shows all):",
             *topics,
             "",
         ]

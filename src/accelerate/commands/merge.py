@@ -17,13 +17,14 @@ from .parser import command_parser, exit_on
 def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accelerate merge-weights`, or add it to `subparsers`."""
     description = (
-        "Merge the shards of a model, saved by FSDP with SHARDED_STATE_DICT, into model.safetensors. "
-        "Further models of a checkpoint become model_1.safetensors and so on. The checksums of the checkpoint are "
-        "compared first, if it has any. 1 GiB of memory is usually enough."
+        "Merge the shards of a model that FSDP saved with SHARDED_STATE_DICT into "
+        "model.safetensors. Further models of a checkpoint become model_1.safetensors and so on. "
+        "Checksums are verified first if the checkpoint has them. 1 GiB of memory is usually "
+        "enough."
     )
     made = command_parser("merge-weights", description, merge_command, subparsers)
     made.add_argument(
-        "checkpoint_directory", help="A checkpoint, or the folder pytorch_model_fsdp_0 in it."
+        "checkpoint_directory", help="A checkpoint or the folder pytorch_model_fsdp_0 in it."
     )
     made.add_argument(
         "output_path", help="Folder for the merged weights; it is created if it does not exist."
@@ -36,7 +37,8 @@ def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     made.add_argument(
         "--remove_checkpoint_dir",
         action="store_true",
-        help="Remove checkpoint_directory afterwards. An error if it contains more than the merged shards.",
+        help="Remove checkpoint_directory afterward. It is an error if the folder contains more "
+        "than the merged shards.",
     )
     return made
 
@@ -61,7 +63,9 @@ def merge_command(args: argparse.Namespace) -> None:
     source = location(args.checkpoint_directory, "checkpoint_directory")
     output = user_path(args.output_path, "output_path")
     if args.remove_checkpoint_dir and is_bucket(args.checkpoint_directory):
-        raise ConfigurationError(f"--remove_checkpoint_dir removes local folders, and not {source}")
+        raise ConfigurationError(
+            f"--remove_checkpoint_dir removes only local folders, not {source}"
+        )
     with local_models(source, output) as folder:
         written = merge(folder, output, not args.unsafe_serialization, args.remove_checkpoint_dir)
     for file in written:

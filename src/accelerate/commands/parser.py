@@ -34,7 +34,7 @@ class Formatter(argparse.HelpFormatter):
         )
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        return "VALUE"
+        return _value_of(action)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
@@ -44,7 +44,7 @@ class Formatter(argparse.HelpFormatter):
             for name in action.option_strings
             if "-" not in name[2:] or "_" not in "".join(action.option_strings)
         ]
-        value = str(action.metavar or "VALUE")
+        value = str(action.metavar or _value_of(action))
         if action.choices is not None:
             value = _listed([str(choice) for choice in action.choices])
         if action.nargs is None and action.const is not None:
@@ -202,7 +202,7 @@ class Parser(argparse.ArgumentParser):
         if choice:
             message += suggestion(choice[1], re.findall(r"[\w.-]+", choice[2]))
         if message.endswith("expected one argument"):
-            message += "; a value that begins with a hyphen is given as --option=VALUE"
+            message += "; write a value that begins with a hyphen as --option=VALUE"
         print_error(message)
         raise SystemExit(2)
 
@@ -274,12 +274,26 @@ def add_options(parser: argparse.ArgumentParser, groups: Sequence[Group]) -> Non
                 parser.record(action)
 
 
+def _path(name: str) -> str:
+    """What help shows for an option whose name says that it takes a file or folder; empty for others."""
+    if name.endswith(("_file", "hostfile")):
+        return "FILE"
+    if name.endswith(("folder", "_dir", "nvme_path")):
+        return "FOLDER"
+    return ""
+
+
+def _value_of(action: argparse.Action) -> str:
+    if action.type in (int, float):
+        return "N"
+    return _path(action.dest) or "VALUE"
+
+
 def _metavar(option: Option) -> str:
     if option.choices:
         return _listed(option.choices)
-    return {"int": "N", "count": "N", "float": "X", "truth": "{true,false}", "list": "ITEM"}.get(
-        option.kind, "TEXT"
-    )
+    kinds = {"int": "N", "count": "N", "float": "X", "truth": "{true,false}", "list": "ITEM"}
+    return kinds.get(option.kind) or _path(option.name) or "TEXT"
 
 
 def _help(option: Option) -> str:

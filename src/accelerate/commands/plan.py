@@ -28,25 +28,25 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("no", "bf16", "fp16")
 DESCRIPTION = (
-    "Show in which layouts a training step of a model fits in memory, and how long it takes. A step in each layout is "
-    "traced on fake tensors: only the configuration of the model is downloaded, and no memory is allocated. Estimates "
-    "are intervals."
+    "Show which layouts fit a training step of a model in memory, and how long the step takes. A "
+    "step in each layout is traced with fake tensors: only the model's configuration is "
+    "downloaded, and no memory is allocated. Estimates are intervals."
 )
 EXAMPLES = """examples:
   accelerate plan ./my-llama --batch 32x2048 --mixed_precision bf16 --machine 8xH100
   accelerate plan train:make_model --batch 64x3x224x224:float32 --ranks 2
   accelerate plan ./my-llama --batch 32x2048 --ranks 8 --layout fsdp tp2+fsdp4 --write plan.yaml
 
-names of layouts, in which N and M are numbers of ranks:
+layout names (N and M are numbers of ranks):
   single              one process
   ddp                 DistributedDataParallel
   fsdp, hsdpMxN       FSDP2 over all ranks, or in M replicas of N shards
-  tpN, tpN+fsdpM      tensor parallel, and FSDP2 over the ranks that remain
+  tpN, tpN+fsdpM      tensor parallel, with FSDP2 over the remaining ranks
   cpN+fsdpM           context parallel; sp instead of cp: sequence parallel
   ppN, ppN+dpM        pipeline with GPipe's schedule, also with +fsdpM, +hsdp2xM, +tpM
   ppN+SCHEDULE        another schedule: 1f1b, looped_bfs, interleaved, zero_bubble, zbv
   epN+fsdpM           experts on different ranks, also with +tpN
-  ...+ckpt            recomputes activations in the backward
+  ...+ckpt            recomputes activations in the backward pass
   ...+offload         keeps the shards in host memory
   ... xK              accumulates K batches; added to layouts that do not fit
 """
@@ -68,12 +68,13 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "model",
-        help="Folder with a config.json, id on the Hugging Face Hub, or module:function that returns a module.",
+        help="Folder with a config.json, a name on the Hugging Face Hub, or module:function that "
+        "returns a torch.nn.Module.",
     )
     made.add_argument(
         "--batch", required=True, metavar="SHAPE",
-        help="Batch of one optimizer step on all ranks: samples x tokens, such as 32x512, or the shape and dtype of a "
-        "batch, such as 32x3x224x224:float32.",
+        help="Batch of one optimizer step on all ranks: samples x tokens, such as 32x512, or the "
+             "shape and dtype of the batch, such as 32x3x224x224:float32.",
     )  # fmt: skip
     made.add_argument(
         "--mixed_precision", choices=PRECISIONS, default="no", help="Mixed precision of the run."
@@ -100,31 +101,36 @@ def parser() -> argparse.ArgumentParser:
     ):
         made.add_argument(f"--{name}", type=float, help=f"With --machine: {text}.")
     made.add_argument(
-        "--memory", type=float, help="Memory that each rank may use, in GB. Default: the machine's."
+        "--memory",
+        type=float,
+        help="Memory that each rank may use, in GB. Default: the machine's memory.",
     )
     made.add_argument(
         "--layout",
         "--layouts",
         nargs="+",
         metavar="NAME",
-        help="Plan these layouts only. Default: all.",
+        help="Plan only these layouts. Default: all.",
     )
     made.add_argument(
         "--calibrate",
         nargs="+",
         metavar="RUN",
-        help="Plan files to which earlier runs have added measurements. They correct the estimates.",
+        help="Plan files to which earlier runs added measurements. The measurements correct the "
+        "estimates.",
     )
     made.add_argument(
         "--write",
         metavar="FILE",
-        help="Write a launch configuration for the fastest layout that fits, or for the only one of --layout.",
+        help="Write a launch configuration for the fastest layout that fits, or for the layout "
+        "of --layout if it names one.",
     )
     made.add_argument("--json", action="store_true", help="Print JSON instead of the table.")
     made.add_argument(
         "--trust_remote_code",
         action="store_true",
-        help="Run Python code that is distributed with the model. Use it only for code that you have read.",
+        help="Run Python code that comes with the model. Use this only for code that you have "
+        "read.",
     )
     return made
 
@@ -143,7 +149,7 @@ def _run(args: argparse.Namespace) -> int:
     batch = model.parse_batch(args.batch)
     if args.optimizer not in trace.OPTIMIZERS:
         raise ConfigurationError(
-            f"--optimizer {args.optimizer!r} is unknown: one of {', '.join(trace.OPTIMIZERS)}"
+            f"--optimizer {args.optimizer!r} is unknown: use one of {', '.join(trace.OPTIMIZERS)}"
         )
     here = _machine(args)
     if args.write is not None:
@@ -164,7 +170,7 @@ def _run(args: argparse.Namespace) -> int:
             interrupted = True
     if interrupted:
         rows.sort(key=estimate.order)
-        messages.show(f"interrupted: these are the {len(rows)} layouts that were estimated before")
+        messages.show(f"interrupted: these {len(rows)} layouts were estimated")
     elif not args.layout:
         rows += estimate.refused(module, here.ranks)
     _print_rows(args, rows, training, here)
@@ -185,16 +191,17 @@ def _machine(args: argparse.Namespace) -> Machine:
     for name in ("ranks", "tflops", "link", "between", "memory"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
-            raise ConfigurationError(f"--{name} {value}: give a number above 0")
+            raise ConfigurationError(f"--{name} {value}: use a number above 0")
     if args.ranks is not None and args.machine:
         raise ConfigurationError(
-            f"--ranks {args.ranks} is for this machine: --machine gives its own number"
+            f"--ranks {args.ranks} is for this machine: --machine already contains the number of "
+            "ranks"
         )
     if args.machine:
         here = machine.describe(args.machine, args.link, args.tflops, args.between)
     elif args.link or args.tflops or args.between:
         raise ConfigurationError(
-            "--link, --tflops and --between describe a machine: give --machine too"
+            "--link, --tflops and --between describe a machine: also add --machine"
         )
     else:
         here = machine.found(args.ranks)
@@ -217,14 +224,16 @@ def _layouts(args: argparse.Namespace, here: Machine, module: nn.Module) -> list
     for name in args.layout or ():
         if name not in names:
             raise ConfigurationError(
-                f"--layout {name}: no such layout on {here.ranks} rank{'s' * (here.ranks > 1)}"
-                + (suggestion(name, names) or f"; there are {', '.join(names)}")
+                f"--layout {name}: this layout does not exist on {here.ranks} "
+                f"rank{'s' * (here.ranks > 1)}"
+                + (suggestion(name, names) or f"; choose from {', '.join(names)}")
             )
     chosen = [layout for layout in chosen if layout.name in (args.layout or names)]
     if args.write and all(layout.loading for layout in chosen):
         raise ConfigurationError(
-            f"--layout {chosen[0].name}: no configuration file selects it. Start a script that loads its model with "
-            f"from_pretrained(..., distributed_config={chosen[0].distributed_config}), without another layout"
+            f"--layout {chosen[0].name}: a configuration file cannot select it. Start a script that loads "
+            f"its model with from_pretrained(..., distributed_config={chosen[0].distributed_config}), "
+            "without another layout"
         )
     return chosen
 
@@ -257,8 +266,9 @@ def _print_rows(
     for row in estimated:
         if row.layout.loading:
             print(
-                f"{row.layout.name}: not by a configuration file (--write), but where the model is loaded: "
-                f"from_pretrained(..., distributed_config={row.layout.distributed_config})"
+                f"{row.layout.name}: a configuration file (--write) cannot select this layout; "
+                "load the model with from_pretrained(..., "
+                f"distributed_config={row.layout.distributed_config})"
             )
     for names, failure in report.failures(rows):
         print(textwrap.fill(f"not estimated: {names}: {failure}", 100, subsequent_indent="    "))
@@ -273,7 +283,7 @@ def _conclude(
     estimated = [row for row in rows if row.failure is None]
     if not estimated:
         raise ConfigurationError(
-            f"no layout has an estimate. {rows[0].layout.name}: {rows[0].failure}"
+            f"no layout could be estimated. {rows[0].layout.name}: {rows[0].failure}"
         )
     is_fixed = args.layout is not None and len(args.layout) == 1
     best = next(
@@ -283,12 +293,13 @@ def _conclude(
     if args.write and best is not None:
         path = report.write(args.write, best, training, here)
         messages.show(
-            f"wrote {best.layout.name} to {args.write}. A run of `accelerate launch --config_file {args.write}` "
-            f"adds what it measures to {path}"
+            f"wrote {best.layout.name} to {args.write}. A run with `accelerate launch "
+            f"--config_file {args.write}` adds its measurements to {path}"
         )
     elif args.write and fits:
         messages.show(
-            f"{args.write} is not written: no configuration file selects a layout that fits"
+            f"{args.write} was not written: a configuration file cannot select any of the layouts "
+            "that fit"
         )
         return 1
     elif missing := report.shortage(rows, here):

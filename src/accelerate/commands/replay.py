@@ -23,15 +23,17 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of `accelerate replay`."""
     made = Parser(
         prog="accelerate replay",
-        description="Load the nearest checkpoint before a step of a recorded run, run its script until that step, and "
-        "compare the steps with the recorded ones. Exits with 0 if they are equal, with 1 if not.",
+        description="Load the nearest checkpoint before a step of a recorded run, run the script "
+        "up to that step, and compare the steps with the recording. Exits with 0 if "
+        "they are equal, and with 1 if not.",
     )
-    made.add_argument("run", metavar="RUN", help="Folder of a run that was recorded.")
-    made.add_argument("--step", type=int, metavar="N", help="Optimizer step.")
+    made.add_argument("run", metavar="RUN", help="Folder of a recorded run.")
+    made.add_argument("--step", type=int, metavar="N", help="Optimizer step to replay.")
     made.add_argument(
         "--single",
         action="store_true",
-        help="Compare with one process that reads the batches of all, within the tolerance of `accelerate certify`.",
+        help="Replay on a single process that reads the batches of all ranks, and compare within "
+        "the tolerance of `accelerate certify`.",
     )
     made.add_argument(
         "--break",
@@ -40,17 +42,23 @@ def parser() -> argparse.ArgumentParser:
         help="Open the debugger on rank 0 before the step.",
     )
     made.add_argument(
-        "--dump", metavar="FOLDER", help="Write batches, gradients and their norms at the step."
+        "--dump",
+        metavar="FOLDER",
+        help="Write the batches, gradients and gradient norms of the step.",
     )
     made.add_argument(
         "--find",
         choices=("nan", "spike"),
-        help="Find the first step whose loss or gradient norm is not finite, or far above those before it, and where "
-        "it begins.",
+        help="Find the first step whose loss or gradient norm is not finite or far above the "
+        "previous ones, and the module where it begins.",
     )
-    made.add_argument("--from_start", action="store_true", help="Begin without a checkpoint.")
     made.add_argument(
-        "--anyway", action="store_true", help="Run a changed script, or another version of torch."
+        "--from_start", action="store_true", help="Start from the beginning, without a checkpoint."
+    )
+    made.add_argument(
+        "--anyway",
+        action="store_true",
+        help="Replay even if the script or the torch version has changed.",
     )
     return made
 
@@ -60,9 +68,9 @@ def main(arguments: list[str] | None = None) -> None:
     made = parser()
     args = made.parse_args(arguments)
     if (args.step is None) == (args.find is None):
-        made.error("give one of --step and --find")
+        made.error("pass either --step or --find")
     if args.single and (args.debugs or args.dump or args.find):
-        made.error("--single takes neither --break nor --dump nor --find")
+        made.error("--single cannot be used with --break, --dump or --find")
     with exit_on(ConfigurationError):
         sys.exit(_run(args))
 
@@ -110,7 +118,7 @@ def _print_origin(task: Replay, folder: Path) -> None:
         if "factor" in note:
             text = f"the {name} grows most, {note['factor']:.3g} times"
         else:
-            text = f"the {name} is not finite first"
+            text = f"the {name} is the first that is not finite"
         if note.get("rows"):
             text += f", rows {', '.join(map(str, note['rows'][:20]))} of its batch"
         print(f"step {step}, rank {note['rank']}: {text}")

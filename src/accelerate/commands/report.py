@@ -18,8 +18,9 @@ def parser() -> Parser:
     """Return the parser of `accelerate report`."""
     made = Parser(
         prog="accelerate report",
-        description="Summarize a recorded run in one file: where the time went, which ranks were slow, and what to "
-        "try. An HTML report is the page of `accelerate monitor` with its data inside.",
+        description="Summarize a recorded run in one file: where the time went, which ranks were "
+        "slow, and what to try. An HTML report is the page of `accelerate monitor` "
+        "with its data embedded.",
     )
     made.add_argument("run", metavar="RUN", help="Folder of a run.")
     made.add_argument(
@@ -28,7 +29,7 @@ def parser() -> Parser:
     made.add_argument(
         "--format",
         choices=("html", "md", "json"),
-        help="Format of the report. Default: by the ending of FILE, or md.",
+        help="Format of the report. Default: from the extension of FILE, or md.",
     )
     made.add_argument(
         "--json", action="store_const", dest="format", const="json", help="Same as --format json."
@@ -46,8 +47,8 @@ def main(arguments: list[str] | None = None) -> None:
             check_writable(options.output, "--output")
         if kind is None:
             raise ConfigurationError(
-                f"--output={options.output!r} has no known format: end the name in .html, .md or .json, or give "
-                "--format"
+                f"--output={options.output!r}: unknown format. End the name in .html, .md or "
+                ".json, or add --format"
             )
     with exit_on(ConfigurationError, OSError, code=1):
         from ..monitor import report
@@ -57,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
         run.read_all()
         if run.is_empty:
             raise ConfigurationError(
-                "; ".join([f"{run.folder} has no recorded steps", *run.notes()])
+                "; ".join([f"{run.folder} does not contain recorded steps", *run.notes()])
             )
         text = {"html": report.html, "md": report.markdown, "json": report.to_json}[kind](run)
         if options.output is None:

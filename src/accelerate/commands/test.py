@@ -24,9 +24,10 @@ TAKEN = (
 def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accelerate test`, or add it to `subparsers`."""
     description = (
-        "Start processes with the present configuration, and check data sharding, collectives, gradient accumulation, "
-        "precision and checkpoints. Prints each check with its result. On several machines, set TMPDIR to a folder "
-        "that all of them share: a checkpoint is saved there."
+        "Start processes with the current configuration, and check data sharding, collectives, "
+        "gradient accumulation, precision and checkpoints. Prints each check with its result. On "
+        "several machines, set TMPDIR to a folder that they all share, where a checkpoint is "
+        "saved."
     )
     made = command_parser("test", description, test_command, subparsers)
     add_options(

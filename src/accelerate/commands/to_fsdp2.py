@@ -26,7 +26,7 @@ RESHARDS = {
 }
 GONE = {
     "fsdp_backward_prefetch": "FSDP2 always prefetches in the backward pass",
-    "fsdp_forward_prefetch": "FSDP2 has no such option",
+    "fsdp_forward_prefetch": "FSDP2 does not have this option",
     "fsdp_sync_module_states": "FSDP2 always gives all ranks the same weights",
     "fsdp_use_orig_params": "FSDP2 always keeps the model's own parameters",
 }
@@ -40,7 +40,8 @@ def convert(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     kind = data.get("distributed_type")
     if kind != "FSDP" and (kind is not None or "fsdp_config" not in data):
         raise ConfigurationError(
-            f"distributed_type is {kind or 'not given'}: only a configuration for FSDP can be converted"
+            f"distributed_type is {kind or 'not given'}: only an FSDP configuration can be "
+            "converted"
         )
     options = dict(data.get("fsdp_config") or {})
     new = {**data, "fsdp_config": options}
@@ -48,7 +49,7 @@ def convert(data: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     _sharding(new, options, changes)
     for key, why in GONE.items():
         if key in options:
-            changes.append(f"{key}: {_word(options.pop(key))} is left out: {why}")
+            changes.append(f"{key}: {_word(options.pop(key))} is removed: {why}")
     _states(options, changes)
     # The key takes words and sizes too, so that it is read as text.
     word = str(options.get(RESHARD)).lower()
@@ -71,7 +72,7 @@ def _sharding(new: dict[str, Any], options: dict[str, Any], changes: list[str]) 
     given = options.pop(STRATEGY, None)
     if version_2 and RESHARD in options and given is not None:
         changes.append(
-            f"{STRATEGY}: {given} is left out: FSDP2 has {RESHARD}, which is there already"
+            f"{STRATEGY}: {given} is removed: FSDP2 uses {RESHARD}, which is already set"
         )
         return
     # Version 1 takes its strategies under either key.
@@ -84,8 +85,8 @@ def _sharding(new: dict[str, Any], options: dict[str, Any], changes: list[str]) 
     changes.append(f"{STRATEGY}: {strategy} is now {RESHARD}: {_word(RESHARDS[strategy])}")
     if strategy == "NO_SHARD":
         changes.append(
-            "note: NO_SHARD kept unsharded parameters on every rank; FSDP2 always shards. For unsharded ones use "
-            "distributed_type MULTI_GPU instead"
+            "note: NO_SHARD kept unsharded parameters on every rank; FSDP2 always shards. For "
+            "unsharded parameters use distributed_type MULTI_GPU instead"
         )
     if strategy.startswith("HYBRID_SHARD"):
         _hybrid(new, changes)
@@ -112,8 +113,8 @@ def _hybrid(new: dict[str, Any], changes: list[str]) -> None:
         )
     else:
         changes.append(
-            f"note: num_processes {processes} gives no number for each of {machines} machines: for "
-            "hybrid sharding give parallelism_config with dp_replicate_size and dp_shard_size"
+            f"note: num_processes {processes} cannot be divided among {machines} machines: for "
+            "hybrid sharding set parallelism_config with dp_replicate_size and dp_shard_size"
         )
 
 
@@ -122,11 +123,13 @@ def _states(options: dict[str, Any], changes: list[str]) -> None:
     if str(kind).upper() == "LOCAL_STATE_DICT":
         options[STATES] = "SHARDED_STATE_DICT"
         changes.append(
-            f"{STATES}: LOCAL_STATE_DICT is now SHARDED_STATE_DICT: FSDP2 has no local one"
+            f"{STATES}: LOCAL_STATE_DICT is now SHARDED_STATE_DICT: FSDP2 does not have a local "
+            "format"
         )
     elif kind is None and str(options.get("fsdp_version", 1)) != "2":
         changes.append(
-            f"note: without {STATES} FSDP1 saves FULL_STATE_DICT, FSDP2 SHARDED_STATE_DICT"
+            f"note: without {STATES} FSDP1 saves FULL_STATE_DICT, and FSDP2 saves "
+            "SHARDED_STATE_DICT"
         )
 
 
@@ -141,7 +144,7 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     made = command_parser("to-fsdp2", description, to_fsdp2_command, subparsers)
     made.add_argument("--config_file", required=True, help="Configuration file to convert.")
     made.add_argument(
-        "--output_file", help="File to write. With --overwrite the default is the file to convert."
+        "--output_file", help="File to write. With --overwrite, the default is the file to convert."
     )
     made.add_argument("--overwrite", action="store_true", help="Overwrite an existing file.")
     return made
@@ -174,17 +177,17 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
         check_writable(target, "--output_file")
     elif not args.overwrite:
         raise ConfigurationError(
-            "give --output_file for the result, or --overwrite to write over the file itself"
+            "add --output_file for the result, or --overwrite to overwrite the file itself"
         )
     if target.exists() and not args.overwrite:
         raise FileExistsError(
-            f"--output_file {target} exists already: give another one, or --overwrite"
+            f"--output_file {target} already exists: choose another file, or add --overwrite"
         )
     try:
         data, changes = convert(file.data)
     except ConfigurationError as error:
         raise ConfigurationError(f"{source}: {error}") from None
     launch_file.write(target, data)
-    for line in [*file.notes, *changes] or [f"{source} is for FSDP2 already: nothing changes"]:
+    for line in [*file.notes, *changes] or [f"{source} is already for FSDP2: nothing to change"]:
         print(line)
     messages.show(f"wrote {target}")

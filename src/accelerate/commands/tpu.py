@@ -30,12 +30,13 @@ WHEEL_FOLDER = "~"
 def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accelerate tpu-config`, or add it to `subparsers`."""
     description = (
-        "Run commands on every worker of a TPU pod, to set it up for `accelerate launch`. Other options are read from "
-        "the configuration file (tpu_name, tpu_zone, command_file, commands)."
+        "Run commands on every worker of a TPU pod to set it up for `accelerate launch`. Options "
+        "that you do not pass are read from the configuration file (tpu_name, tpu_zone, "
+        "command_file, commands)."
     )
     made = command_parser("tpu-config", description, tpu_command_launcher, subparsers)
     made.add_argument(
-        "--config_file", help="Configuration file to read, instead of the default one."
+        "--config_file", help="Configuration file to read instead of the default file."
     )
     made.add_argument("--tpu_name", help="Name of the TPU.")
     made.add_argument("--tpu_zone", help="Zone of the TPU.")
@@ -50,12 +51,12 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "--command",
         action="append",
         nargs="+",
-        help="Command, in quotes. Several commands may follow, and the option may be given several times.",
+        help="Command in quotes. Several commands may follow, and the option can be repeated.",
     )
     made.add_argument(
         "--install_accelerate",
         action="store_true",
-        help="First build a wheel of this installation, copy it to the workers, and install it.",
+        help="First build a wheel of this installation, copy it to the workers and install it.",
     )
     made.add_argument(
         "--accelerate_version",
@@ -63,7 +64,7 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         help=f"Version to install on the workers: latest (this version) or {__version__}. Default: latest.",
     )
     made.add_argument(
-        "--debug", action="store_true", help="Print the command line of gcloud, and run nothing."
+        "--debug", action="store_true", help="Print the gcloud command line without running it."
     )
     return made
 
@@ -83,7 +84,7 @@ def gcloud_commands(args: argparse.Namespace, wheel: str | None = None) -> list[
     for what, value in (("tpu_name", name), ("tpu_zone", zone)):
         if not value:
             raise ConfigurationError(
-                f"no {what}: give --{what}, or write it into the configuration file"
+                f"{what} is missing: add --{what}, or set it in the configuration file"
             )
         check_host(str(value), what)
     steps = [f"cd {FOLDER}", *_installation(args, wheel), *_commands(args, settings)]
@@ -108,8 +109,9 @@ def _installation(args: argparse.Namespace, wheel: str | None) -> list[str]:
         return []
     if args.accelerate_version not in ("latest", __version__):
         raise ConfigurationError(
-            f"--accelerate_version {args.accelerate_version}: the workers get the version that runs this command, "
-            f"{__version__}. Leave the option out, or run the command from an installation of that version"
+            f"--accelerate_version {args.accelerate_version}: the workers get the version that "
+            f"runs this command, {__version__}. Remove the option, or run the command from an "
+            "installation of that version"
         )
     # pip keeps what is there of the same version, whoever made it.
     return ["pip uninstall -y accelerate", f"pip install {WHEEL_FOLDER}/{Path(wheel or '').name}"]
@@ -155,7 +157,7 @@ def _commands(args: argparse.Namespace, kept: dict[str, Any]) -> list[str]:
     commands = args.command
     if file and commands:
         raise ConfigurationError(
-            "--command_file and --command contradict each other: give only one of them"
+            "--command_file and --command contradict each other: use only one of them"
         )
     if not file and not commands:
         file = kept.get("command_file")
@@ -167,7 +169,8 @@ def _commands(args: argparse.Namespace, kept: dict[str, Any]) -> list[str]:
         lines = [text for text in texts if text and not text.startswith("#")]
     if not lines and not args.install_accelerate:
         raise ConfigurationError(
-            "nothing to run: give --command or --command_file, or commands or command_file in the configuration file"
+            "nothing to run: add --command or --command_file, or set commands or command_file in "
+            "the configuration file"
         )
     return lines
 
@@ -193,8 +196,8 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
             return
         if shutil.which("gcloud") is None:
             raise LaunchError(
-                "gcloud is not on the PATH: install the Google Cloud CLI, or see the command line with --debug and "
-                "run it elsewhere"
+                "gcloud is not on the PATH: install the Google Cloud CLI, or print the command "
+                "line with --debug and run it elsewhere"
             )
         for command in commands:
             code = subprocess.run(command).returncode

@@ -51,7 +51,7 @@ def truth(field: str, value: Any) -> bool:
     # NumPy's truth values are no Python bool.
     if (isinstance(value, (bool, int)) or type(value).__name__ == "bool") and value in (0, 1):
         return bool(value)
-    raise ConfigurationError(f"{field}={value!r} is neither True nor False")
+    raise ConfigurationError(f"{field}={value!r}: use True or False")
 
 
 def fields_of(options: Any) -> None:
@@ -99,11 +99,11 @@ def texts(field: str, value: Any, what: str = "names") -> list[str]:
     if isinstance(value, str):
         value = [value]
     if isinstance(value, Mapping) or not isinstance(value, Iterable):
-        raise ConfigurationError(f"{field}={value!r}: give a list of {what}")
+        raise ConfigurationError(f"{field}={value!r}: use a list of {what}")
     listed = list(value)
     for entry in listed:
         if not isinstance(entry, str) or not entry.strip():
-            raise ConfigurationError(f"{field} holds {entry!r}: give a list of {what}")
+            raise ConfigurationError(f"{field} contains {entry!r}: use a list of {what}")
     return listed
 
 

@@ -133,7 +133,8 @@ def _read_config(source: Any) -> dict[str, Any]:
         ) from error
     if not isinstance(config, dict):
         raise ConfigurationError(
-            f"the DeepSpeed config {source} holds a {type(config).__name__}, not a JSON object"
+            f"the DeepSpeed config {source} contains a {type(config).__name__} instead of a JSON "
+            "object"
         )
     return config
 
@@ -146,8 +147,8 @@ def check_stage(config: HfDeepSpeedConfig) -> None:
         least = 3 if name == "offload_param" or device == "nvme" else 1
         if device != "none" and stage < least:
             warn(
-                f"{name}_device={device!r} has no effect with zero_stage={stage}: it needs stage {least}. Set it to "
-                "'none', or the stage higher"
+                f"{name}_device={device!r} has no effect with zero_stage={stage}: it needs stage "
+                f"{least}. Set it to 'none', or use a higher stage"
             )
 
 
@@ -160,6 +161,10 @@ class DeepSpeedPlugin:
     Values left "auto" are filled in `prepare` from the model, the optimizer and the loader (`fill_match`,
     `deepspeed_config_process`); a value that is set and differs from what the program uses is refused with both
     values. Raises ConfigurationError (a ValueError).
+
+    Example:
+        plugin = DeepSpeedPlugin(zero_stage=2, gradient_clipping=1.0)
+        accelerator = Accelerator(deepspeed_plugin=plugin)
     """
 
     hf_ds_config: Any = None

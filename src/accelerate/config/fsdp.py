@@ -47,6 +47,10 @@ class FullyShardedDataParallelPlugin:
             stay in the dtype of the computation.
         ignored_modules: modules (or a regular expression over their names) that stay unsharded.
         cpu_ram_efficient_loading: only rank 0 holds the full weights on the way to the shards.
+
+    Example:
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+        accelerator = Accelerator(fsdp_plugin=plugin)
     """
 
     fsdp_version: int | None = None
@@ -118,8 +122,9 @@ class FullyShardedDataParallelPlugin:
             self.reshard_after_forward, ShardingStrategy
         ):
             raise ConfigurationError(
-                f"reshard_after_forward={self.reshard_after_forward!r} is FSDP2's meaning; FSDP1 takes one of "
-                f"{list(ShardingStrategy.__members__)} here. Set fsdp_version=2, or give a strategy."
+                f"reshard_after_forward={self.reshard_after_forward!r} is a value for FSDP2; "
+                f"FSDP1 takes one of {list(ShardingStrategy.__members__)}. Set fsdp_version=2, or "
+                "use a strategy."
             )
         if self.sharding_strategy is None:
             self.sharding_strategy = self.reshard_after_forward
@@ -138,8 +143,8 @@ class FullyShardedDataParallelPlugin:
         if len(names) == 2 and meant[0] != meant[1]:
             strategy = getattr(self.sharding_strategy, "name", self.sharding_strategy)
             raise ConfigurationError(
-                f"reshard_after_forward={self.reshard_after_forward!r} and sharding_strategy={strategy} contradict "
-                "each other: give the first alone"
+                f"reshard_after_forward={self.reshard_after_forward!r} and "
+                f"sharding_strategy={strategy} contradict each other: set only the first"
             )
         if not names:
             origin = "FSDP_RESHARD_AFTER_FORWARD"
@@ -179,8 +184,8 @@ class FullyShardedDataParallelPlugin:
         kind = self.state_dict_type = _member(StateDictType, requested, "state_dict_type")
         if self.fsdp_version == 2 and kind.name not in FSDP2_STATE_DICT_TYPE:
             raise ConfigurationError(
-                f"state_dict_type={kind.name}: FSDP2 has {' and '.join(FSDP2_STATE_DICT_TYPE)} "
-                f"(of {FSDP_STATE_DICT_TYPE}); take one of these, or fsdp_version=1"
+                f"state_dict_type={kind.name}: of {FSDP_STATE_DICT_TYPE}, FSDP2 supports "
+                f"{' and '.join(FSDP2_STATE_DICT_TYPE)}: use one of these, or fsdp_version=1"
             )
         names = ("state_dict_config", "optim_state_dict_config")
         for name, fitting in zip(names, _state_dict_configs(kind.name), strict=True):
@@ -265,8 +270,8 @@ class FullyShardedDataParallelPlugin:
             ignored.append("limit_all_gathers")
         if ignored:
             warn(
-                f"{', '.join(ignored)}: for FSDP1 only. FSDP2 always keeps the original parameters, makes the ranks' "
-                "weights equal and limits its all-gathers. It is ignored."
+                f"{', '.join(ignored)}: only for FSDP1, and ignored. FSDP2 always keeps the "
+                "original parameters, synchronizes the ranks' weights and limits its all-gathers."
             )
         self.use_orig_params = self.sync_module_states = self.forward_prefetch = None
         self.limit_all_gathers = True
@@ -294,8 +299,9 @@ class FullyShardedDataParallelPlugin:
                 classes.add(module_class)
             if not classes:
                 warn(
-                    f"transformer_cls_names_to_wrap names no class, and {type(model).__name__} names none itself "
-                    "(_no_split_modules): the model is one unit, gathered at once. Name the class of its blocks."
+                    f"transformer_cls_names_to_wrap is empty, and {type(model).__name__} does not "
+                    "name its blocks (_no_split_modules): the model is one unit, gathered at "
+                    "once. Set transformer_cls_names_to_wrap to the class of its blocks."
                 )
             self.auto_wrap_policy = functools.partial(
                 self.auto_wrap_policy, transformer_layer_cls=classes
@@ -437,12 +443,14 @@ def _reshards(requested: Any, origin: str) -> bool | int:
     if isinstance(word, str):
         if word.upper() == "NO_SHARD":
             raise ConfigurationError(
-                f"{origin}={word}: FSDP2 always shards. For unsharded parameters on each rank (DDP) leave FSDP out."
+                f"{origin}={word}: FSDP2 always shards. For unsharded parameters on each rank "
+                "(DDP), do not use FSDP."
             )
         if word.upper().startswith("HYBRID_SHARD"):
             raise ConfigurationError(
-                f"{origin}={word}: FSDP2 takes hybrid sharding from the layout. Give the Accelerator "
-                "parallelism_config=ParallelismConfig(dp_replicate_size=..., dp_shard_size=...)."
+                f"{origin}={word}: for hybrid sharding with FSDP2, pass "
+                "parallelism_config=ParallelismConfig(dp_replicate_size=..., dp_shard_size=...) "
+                "to Accelerator."
             )
         meaning = _RESHARD_WORDS.get(word.upper())
         if meaning is None:

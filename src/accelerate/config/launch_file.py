@@ -205,7 +205,7 @@ def _lines(node: Any, path: Path, prefix: str = "") -> dict[str, int]:
         line = key.start_mark.line + 1
         if name in lines:
             raise ConfigurationError(
-                f"{path}:{line}: the key {name} is given twice, first on line {lines[name]}"
+                f"{path}:{line}: the key {name} appears twice, first on line {lines[name]}"
             )
         lines[name] = line
         if not prefix and value.id == "mapping":
@@ -266,7 +266,7 @@ class _Reader:
         if name is None:
             raise ConfigurationError(f"{self.at(written)}: unknown key {key}{self._near(key)}")
         if name == "":
-            self.notes.append(f"{self.at(written)}: {key} has no effect any more and was left out")
+            self.notes.append(f"{self.at(written)}: {key} no longer has an effect and was removed")
             return
         if key in FORMER:
             self.notes.append(f"{self.at(written)}: {key} is now {name}")

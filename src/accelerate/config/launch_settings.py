@@ -145,7 +145,8 @@ def _imply_processes(values: dict[str, Setting]) -> None:
         return
     if _directness(total) == 2:
         raise ConfigurationError(
-            f"nproc_per_node ({each.origin}) and num_processes ({total.origin}) contradict each other: give only one"
+            f"nproc_per_node ({each.origin}) and num_processes ({total.origin}) contradict each "
+            "other: use only one"
         )
     most = str(values["nnodes"].value or "").rpartition(":")[2]
     if most.isdigit():
@@ -178,7 +179,8 @@ def _resolve_contradictions(values: dict[str, Setting]) -> None:
             continue
         if _directness(value) == _directness(other):
             raise ConfigurationError(
-                f"{_named(first, value)} and {_named(second, other)} contradict each other: give only one of them"
+                f"{_named(first, value)} and {_named(second, other)} contradict each other: use "
+                "only one of them"
             )
         if _directness(value) > _directness(other):
             loser = second

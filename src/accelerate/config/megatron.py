@@ -42,7 +42,7 @@ def _from_variable(default: Any) -> Any:
 
 @dataclass
 class MegatronLMPlugin:
-    """A run described in Megatron-LM's words. A field that is None takes MEGATRON_LM_<FIELD>, else the default.
+    """A run described in Megatron-LM's terms. A field that is None takes MEGATRON_LM_<FIELD>, else the default.
 
     `parallelism()` gives the layout in this library's words, which is what runs: tensor, pipeline and context
     parallelism of PyTorch's own pieces. A run names the other fields that differ from their defaults.
@@ -134,7 +134,7 @@ class MegatronLMPlugin:
         for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
             if getattr(self, name) > 1:
                 raise ConfigurationError(
-                    f"MegatronLMPlugin.{name}={getattr(self, name)}: experts are not split here; use 1"
+                    f"MegatronLMPlugin.{name}={getattr(self, name)}: experts are not split; use 1"
                 )
         sizes: dict[str, int] = {
             "tp_size": self.tp_degree,  # type: ignore[dict-item]
@@ -165,32 +165,32 @@ class MegatronLMPlugin:
 
     def set_mixed_precision(self, mixed_precision: str) -> NoReturn:
         """Refused: give `mixed_precision` to the Accelerator."""
-        raise _no_arguments("mixed_precision of the Accelerator")
+        raise _no_arguments("mixed_precision of Accelerator")
 
     def set_training_args(self, micro_batch_size: int, dp_degree: int) -> NoReturn:
         """Refused: the loader has the batch size."""
-        raise _no_arguments("the batch size of the loader that prepare is given")
+        raise _no_arguments("the batch size of the loader that you pass to prepare")
 
     def set_optimizer_type(self, optimizer: Any) -> NoReturn:
         """Refused: the optimizer that is prepared has its settings."""
-        raise _no_arguments("the optimizer that prepare is given")
+        raise _no_arguments("the optimizer that you pass to prepare")
 
     def set_scheduler_args(self, scheduler: Any) -> NoReturn:
         """Refused: the scheduler that is prepared has its settings."""
-        raise _no_arguments("the scheduler that prepare is given")
+        raise _no_arguments("the scheduler that you pass to prepare")
 
     def set_network_size_args(
         self, model: Any, batch_data: dict[str, Any] | None = None
     ) -> NoReturn:
         """Refused: models keep their classes and sizes."""
-        raise _no_arguments("the model that prepare is given")
+        raise _no_arguments("the model that you pass to prepare")
 
     def set_tensorboard_logging_options(self) -> NoReturn:
         """Refused: trackers log what the loop gives them."""
-        raise _no_arguments("log_with of the Accelerator and accelerator.log")
+        raise _no_arguments("log_with of Accelerator, and accelerator.log")
 
 
 def _no_arguments(replacement: str) -> ConfigurationError:
     return ConfigurationError(
-        f"Megatron-LM does not run here, and nothing reads its arguments: use {replacement}"
+        f"Megatron-LM does not run here, and its arguments are not read: use {replacement}"
     )

@@ -37,8 +37,9 @@ class TorchTensorParallelPlugin:
         shape = getattr(mesh, "shape", None)
         if names != ("tp",) or shape != (self.tp_size,):
             raise ConfigurationError(
-                f"torch_device_mesh={mesh!r} with tp_size={self.tp_size}: give a DeviceMesh of one dimension of that "
-                f"size, init_device_mesh(device, ({self.tp_size},), mesh_dim_names=('tp',)), or leave it out"
+                f"torch_device_mesh={mesh!r} with tp_size={self.tp_size}: use a one-dimensional "
+                f"DeviceMesh of that size, init_device_mesh(device, ({self.tp_size},), "
+                "mesh_dim_names=('tp',)), or leave torch_device_mesh out"
             )
 
 
@@ -63,12 +64,13 @@ class TorchTensorParallelConfig:
         checks.fields_of(self)
         if self.plan is not None and not (isinstance(self.plan, Mapping) and self.plan):
             raise ConfigurationError(
-                f"plan={self.plan!r}: a tensor-parallel plan maps names of modules to words such as 'colwise'; None "
-                "takes the model's own, or infers one"
+                f"plan={self.plan!r}: a tensor-parallel plan maps module names to words such as "
+                "'colwise'; None uses the model's own plan or infers one"
             )
         if self.enable_async_tp:
             raise ConfigurationError(
-                "enable_async_tp=True needs symmetric-memory kernels, which this library does not drive: use False"
+                "enable_async_tp=True needs symmetric-memory kernels, which this library does "
+                "not support: use False"
             )
 
 
@@ -189,7 +191,8 @@ class PipelineParallelConfig:
                 checks.integer(name, getattr(self, name))
         if self.stages_per_rank != (required or self.stages_per_rank):
             raise ConfigurationError(
-                f"stages_per_rank={self.stages_per_rank}: under schedule={self.schedule!r} a rank has {required}"
+                f"stages_per_rank={self.stages_per_rank}: with schedule={self.schedule!r} a rank "
+                f"has {required}"
             )
         self.balance = checks.word("balance", self.balance, ("parameters", "time"))
         if self.loss_reduction is None:
@@ -200,16 +203,14 @@ class PipelineParallelConfig:
             )
         if self.num_items is not None and self.loss_reduction == "sum":
             raise ConfigurationError(
-                "num_items is for a loss that is a mean, and loss_reduction='sum': give one"
+                "num_items is for a mean loss, but loss_reduction='sum': use only one of them"
             )
         self.gather_output = checks.truth("gather_output", self.gather_output)
         if self.split_points is not None:
-            self.split_points = checks.texts("split_points", self.split_points, "names of modules")
+            self.split_points = checks.texts("split_points", self.split_points, "module names")
         if self.carried is not None:
-            self.carried = checks.texts("carried", self.carried, "names of modules")
-        self.whole_inputs = tuple(
-            checks.texts("whole_inputs", self.whole_inputs, "names of inputs")
-        )
+            self.carried = checks.texts("carried", self.carried, "module names")
+        self.whole_inputs = tuple(checks.texts("whole_inputs", self.whole_inputs, "input names"))
 
     @property
     def schedule_row(self) -> PipelineSchedule:

@@ -72,7 +72,8 @@ class AORecipeKwargs(_Recipe):
             ]
             if names:
                 raise ConfigurationError(
-                    f"{', '.join(names)} and `config` are both given: set it in the config alone"
+                    f"{', '.join(names)} and `config` were both passed: set the value only in "
+                    "`config`"
                 )
             return
         for name in ("pad_inner_dim", "enable_fsdp_float8_all_gather"):
@@ -126,7 +127,7 @@ class TERecipeKwargs(_Recipe):
 
 @dataclass
 class MSAMPRecipeKwargs(_Recipe):
-    """How far MS-AMP goes: `opt_level` O1 (gradients and weights) or O2 (optimizer state too)."""
+    """The optimization level of MS-AMP: `opt_level` O1 (gradients and weights) or O2 (also optimizer states)."""
 
     opt_level: str | None = None
 
@@ -137,13 +138,17 @@ class MSAMPRecipeKwargs(_Recipe):
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """The API's older object for either of two backends. Use `TERecipeKwargs` or `MSAMPRecipeKwargs` in new code."""
+    """The API's older options object for either of two backends.
+
+    Use `TERecipeKwargs` or `MSAMPRecipeKwargs` in new code.
+    """
 
     backend: str | None = None
 
     def __post_init__(self) -> None:
         warn(
-            "FP8RecipeKwargs stands for two backends; use TERecipeKwargs or MSAMPRecipeKwargs, which name one.",
+            "FP8RecipeKwargs stands for two backends; use TERecipeKwargs or MSAMPRecipeKwargs "
+            "instead.",
             FutureWarning,
         )
         default = "MSAMP" if is_available("msamp") else "TE"
@@ -162,7 +167,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 
 def _require(package: str, what: str) -> None:
     if not is_available(package):
-        raise ImportError(f"{what} needs the package {package}, which is not installed here")
+        raise ImportError(f"{what} needs the package {package}, which is not installed")
 
 
 @dataclass
@@ -212,7 +217,7 @@ class GradScalerKwargs(checks.KwargsHandler):
 
 @dataclass
 class MasterWeightsKwargs(checks.KwargsHandler):
-    """bf16 parameters and gradients, and an fp32 master of each parameter, which the optimizers step.
+    """Train bf16 parameters and gradients with an fp32 master copy of each parameter, which the optimizers step.
 
     Needs `mixed_precision="bf16"`. An update that bf16 would round away counts; gradients travel in half the bytes.
     Saved weights are the fp32 ones. Example:

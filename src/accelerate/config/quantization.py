@@ -42,7 +42,7 @@ class BnbQuantizationConfig:
         default=False, metadata={"help": "quantize the scales as well"}
     )
     bnb_4bit_compute_dtype: Any = field(
-        default="fp16", metadata={"help": "what 4-bit layers compute in"}
+        default="fp16", metadata={"help": "the dtype in which 4-bit layers compute"}
     )
     torch_dtype: Any = field(
         default=None, metadata={"help": "dtype of the layers that are not quantized"}
@@ -51,7 +51,7 @@ class BnbQuantizationConfig:
         default=None, metadata={"help": "modules that are not quantized"}
     )
     keep_in_fp32_modules: list[str] | None = field(
-        default=None, metadata={"help": "modules kept in fp32"}
+        default=None, metadata={"help": "modules that stay in fp32"}
     )
 
     def __post_init__(self) -> None:

@@ -34,6 +34,10 @@ class DataLoaderConfiguration:
         use_stateful_dataloader: build loaders as torchdata's `StatefulDataLoader`.
         device_placement: "lazy" leaves batches on the host; the forward of a prepared model moves its inputs to the
             device. By default ACCELERATE_DEVICE_PLACEMENT, else the loader moves them.
+
+    Example:
+        config = DataLoaderConfiguration(non_blocking=True, use_seedable_sampler=True)
+        accelerator = Accelerator(dataloader_config=config)
     """
 
     split_batches: bool = False
@@ -55,8 +59,8 @@ class DataLoaderConfiguration:
         self.device_placement = checks.word("device_placement", self.device_placement, ("lazy",))
         if self.dispatch_batches:
             raise ConfigurationError(
-                "device_placement='lazy' and dispatch_batches=True: the main process sends batches to the devices. "
-                "Leave one out"
+                "device_placement='lazy' does not work with dispatch_batches=True, where the "
+                "main process sends batches to the devices. Remove one of them"
             )
 
 
@@ -169,14 +173,15 @@ class DistributedDataParallelKwargs(checks.KwargsHandler):
         )
         if self.comm_wrapper not in wrappers:
             raise ConfigurationError(
-                f"comm_wrapper={self.comm_wrapper.value!r}: a wrapper is one of no, fp16, bf16"
+                f"comm_wrapper={self.comm_wrapper.value!r}: use one of no, fp16, bf16"
             )
         if (
             self.comm_wrapper is not DDPCommunicationHookType.NO
             and self.comm_hook is DDPCommunicationHookType.NO
         ):
             raise ConfigurationError(
-                f"comm_wrapper={self.comm_wrapper.value!r} wraps a comm_hook, and none is given"
+                f"comm_wrapper={self.comm_wrapper.value!r} wraps a comm_hook, but comm_hook is "
+                "not set"
             )
 
     def to_dict(
@@ -288,7 +293,7 @@ class ProfileKwargs(checks.KwargsHandler):
 
 @dataclass
 class OptimizerOffloadKwargs(checks.KwargsHandler):
-    """Optimizer states are in host memory between steps; a step streams them through the device in chunks.
+    """Keep optimizer states in host memory between steps; a step streams them through the device in chunks.
 
     For torch's elementwise optimizers on one accelerator and with DDP. FSDP2 and DeepSpeed have their own options
     (`fsdp_plugin.cpu_offload`, `offload_optimizer_device`). On the CPU there is nothing to do. Hooks of the

@@ -72,7 +72,7 @@ def is_tensorboard_available() -> bool:
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Whether bitsandbytes is installed, in at least `min_version` where one is given."""
+    """Whether bitsandbytes is installed, in at least `min_version` if given."""
     if not is_available("bitsandbytes"):
         return False
     return min_version is None or compare_versions("bitsandbytes", ">=", min_version)
@@ -89,7 +89,7 @@ def is_4bit_bnb_available() -> bool:
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """Whether the installed bitsandbytes computes on other devices than CUDA. Imports bitsandbytes."""
+    """Whether the installed bitsandbytes supports devices other than CUDA. Imports bitsandbytes."""
     if not is_bnb_available():
         return False
     return "multi_backend" in getattr(importlib.import_module("bitsandbytes"), "features", ())
@@ -108,12 +108,12 @@ def is_transformer_engine_mxfp8_available() -> bool:
 
 
 def is_pippy_available() -> bool:
-    """Whether torch has pipeline stages (`torch.distributed.pipelining`); every supported torch has."""
+    """Whether torch has pipeline stages (`torch.distributed.pipelining`), as every supported version does."""
     return True
 
 
 def is_weights_only_available() -> bool:
-    """Whether `torch.load(weights_only=True)` can be given a list of safe classes; every supported torch can."""
+    """Whether `torch.load(weights_only=True)` accepts a list of safe classes, as in every supported version."""
     return True
 
 
@@ -129,7 +129,7 @@ def is_cuda_available() -> bool:
 
 
 def is_rocm_available() -> bool:
-    """Whether torch is built for ROCm and sees a device."""
+    """Whether torch is built for ROCm and finds a device."""
     import torch
 
     return torch.version.hip is not None and is_cuda_available()
@@ -146,46 +146,46 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 
 def is_xpu_available(check_device: bool = False) -> bool:
-    """Whether torch sees an Intel GPU; with `check_device`, also that one can be counted."""
+    """Whether torch finds an Intel GPU; with `check_device`, also whether its devices can be counted."""
     import torch
 
     return torch.xpu.is_available() and (not check_device or torch.xpu.device_count() > 0)
 
 
 def is_xccl_available() -> bool:
-    """Whether torch is built with the collective library of Intel GPUs."""
+    """Whether torch is built with the collective library for Intel GPUs."""
     import torch
 
     return bool(torch.distributed.distributed_c10d.is_xccl_available())
 
 
 def is_npu_available(check_device: bool = False) -> bool:
-    """Whether torch_npu is installed and an Ascend device is here; `check_device` also counts the devices."""
+    """Whether torch_npu is installed and finds an Ascend device; `check_device` also counts the devices."""
     return _plugin_device("torch_npu", "npu", check_device)
 
 
 def is_mlu_available(check_device: bool = False) -> bool:
-    """Whether torch_mlu is installed and a Cambricon device is here."""
+    """Whether torch_mlu is installed and finds a Cambricon device."""
     return _plugin_device("torch_mlu", "mlu", check_device)
 
 
 def is_sdaa_available(check_device: bool = False) -> bool:
-    """Whether torch_sdaa is installed and a Tecorigin device is here."""
+    """Whether torch_sdaa is installed and finds a Tecorigin device."""
     return _plugin_device("torch_sdaa", "sdaa", check_device)
 
 
 def is_musa_available(check_device: bool = False) -> bool:
-    """Whether torch_musa is installed and a Moore Threads device is here."""
+    """Whether torch_musa is installed and finds a Moore Threads device."""
     return _plugin_device("torch_musa", "musa", check_device)
 
 
 def is_neuron_available(check_device: bool = False) -> bool:
-    """Whether torch_neuronx is installed and a Neuron device is here."""
+    """Whether torch_neuronx is installed and finds a Neuron device."""
     return _plugin_device("torch_neuronx", "neuron", check_device)
 
 
 def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Whether Habana's torch bridge is installed and a Gaudi is here; `init_hccl` also loads its collectives."""
+    """Whether Habana's torch bridge is installed and finds a Gaudi; `init_hccl` also loads its collectives."""
     found = _plugin_device("habana_frameworks.torch", "hpu", False)
     if found and init_hccl:
         importlib.import_module("habana_frameworks.torch.distributed.hccl")
@@ -193,7 +193,7 @@ def is_hpu_available(init_hccl: bool = False) -> bool:
 
 
 def is_habana_gaudi1() -> bool:
-    """Whether the Gaudi here is of the first generation, which has no fp16."""
+    """Whether this machine has a first-generation Gaudi, which does not support fp16."""
     if not is_hpu_available():
         return False
     import torch
@@ -229,9 +229,9 @@ def is_torch_distributed_available() -> bool:
 
 @functools.cache
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether torch_xla is installed and, where requested, drives a TPU or a GPU."""
+    """Whether torch_xla is installed and, if requested, runs on a TPU or a GPU."""
     if check_is_tpu and check_is_gpu:
-        raise ValueError("is_torch_xla_available takes check_is_tpu or check_is_gpu, not both")
+        raise ValueError("is_torch_xla_available takes either check_is_tpu or check_is_gpu")
     if not is_available("torch_xla"):
         return False
     if not (check_is_tpu or check_is_gpu):
@@ -244,7 +244,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether this machine's device computes in bfloat16. A TPU does, unless `ignore_tpu`; the CPU does."""
+    """Whether this machine's device supports bfloat16. The CPU does, and so does a TPU unless `ignore_tpu` is true."""
     from . import devices
 
     if is_torch_xla_available(check_is_tpu=True):
@@ -253,7 +253,7 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 
 
 def is_fp16_available() -> bool:
-    """Whether this machine's device computes in float16: all but the first Gaudi do."""
+    """Whether this machine's device supports float16, as all do except the first Gaudi."""
     return not is_habana_gaudi1()
 
 
@@ -273,10 +273,10 @@ def check_cuda_fp8_capability() -> bool:
 
 
 def torchao_required(func: F) -> F:
-    """`func`, with an ImportError that names torchao if it is missing at the call."""
+    """Decorate a function to raise an ImportError that names torchao if it is missing when called."""
     return required("torchao", func)
 
 
 def deepspeed_required(func: F) -> F:
-    """`func`, with an ImportError that names DeepSpeed if it is missing at the call."""
+    """Decorate a function to raise an ImportError that names DeepSpeed if it is missing when called."""
     return required("deepspeed", func)

@@ -76,12 +76,12 @@ _REFUSALS = (
     ),
     (
         _NO_BUCKET,
-        "there is no such bucket",
-        "Create it, or correct its name, the endpoint or the region",
+        "this bucket does not exist",
+        "Create it, or correct the name, endpoint or region",
     ),
     (
         "RequestTimeTooSkewed|RequestExpired|date header.*(old|future)",
-        "the clock of this machine and that of the store differ",
+        "the clocks of this machine and the store differ",
         "Set the clock of this machine (NTP)",
     ),
     (
@@ -92,8 +92,8 @@ _REFUSALS = (
     ),
     (
         "AccessDenied|PermissionDenied|403 Forbidden|lacked the necessary privileges",
-        "these credentials have no right to do that",
-        "Grant it, or use other credentials ({variables})",
+        "these credentials lack the permission",
+        "Grant it, or use different credentials ({variables})",
     ),
     (
         "redirect",
@@ -102,22 +102,24 @@ _REFUSALS = (
     ),
     (
         "NotImplemented|NotSupported|MethodNotAllowed|not yet implemented",
-        "the store has no such operation",
-        "Use a store with conditional writes; `accelerate checkpoint check` says what this one lacks",
+        "the store does not support this operation",
+        "Use a store with conditional writes; `accelerate checkpoint check` shows what this one "
+        "lacks",
     ),
     (
         r"status code: 4(?!08|09|29)\d\d",
-        "the store refuses it",
+        "the store rejects the request",
         "Check credentials and endpoint ({variables})",
     ),
 )
 _UNREACHABLE = (
     (
         "certificate|InvalidContentType|corrupt message|rustls|UnknownIssuer|HandshakeFailure",
-        "there is no secure connection",
-        "Check whether the endpoint is http:// or https://, and the certificates of this machine",
+        "a secure connection cannot be established",
+        "Check whether the endpoint uses http:// or https://, and check the certificates of this "
+        "machine",
     ),
-    ("", "the store cannot be reached, or fails", "Check the network and the endpoint, then run it again"),
+    ("", "the store cannot be reached or fails", "Check the network and the endpoint, then run it again"),
 )  # fmt: skip
 
 
@@ -141,9 +143,9 @@ def is_bucket(location: Any) -> bool:
     if scheme in _SYNONYMS:
         advice = f". Write {_SYNONYMS[scheme]}://"
     raise ConfigurationError(
-        f"{os.fsdecode(location)!r}: checkpoints are in local folders, or in buckets "
-        f"({', '.join(f'{name}://' for name in SCHEMES)}) with `pip install accelerate[buckets]`; {scheme}:// is "
-        f"neither{advice}"
+        f"{os.fsdecode(location)!r}: checkpoints can be in local folders or, with `pip install "
+        f"accelerate[buckets]`, in buckets ({', '.join(f'{name}://' for name in SCHEMES)}); "
+        f"{scheme}:// is neither{advice}"
     )
 
 
@@ -188,14 +190,16 @@ class Bucket:
         scheme = scheme.lower()
         name, _, key = path.lstrip("/").partition("/")
         if not name:
-            raise ConfigurationError(f"{text!r} names no bucket: write {scheme}://bucket/folder")
+            raise ConfigurationError(
+                f"{text!r} does not name a bucket: write {scheme}://bucket/folder"
+            )
         if not is_available("obstore"):
             raise ConfigurationError(
                 f"{text}: `pip install accelerate[buckets]` for checkpoints in buckets"
             )
         parts = [part for part in key.split("/") if part]
         if ".." in parts or "." in parts:
-            raise ConfigurationError(f"{text!r}: a key has no part '.' or '..'")
+            raise ConfigurationError(f"{text!r}: a key cannot contain the part '.' or '..'")
         url = f"{scheme}://{name}"
         variables = [sorted(env.all_with_prefix(prefix).items()) for prefix in _VARIABLES]
         identity = (url, str(variables))
@@ -424,8 +428,9 @@ class Bucket:
 
         if os.getpid() != _process:
             raise ConfigurationError(
-                f"cannot {act} {self.url}/{key} in a process that was forked from one that has used a bucket: start "
-                "it by `spawn`, or use buckets in its children only"
+                f"cannot {act} {self.url}/{key} in a process that was forked after its parent "
+                "used a bucket: start the process with `spawn`, or use buckets only in child "
+                "processes"
             )
         waiting = threading.Timer(_PATIENCE, self._log_wait, (act, key))
         waiting.daemon = True
@@ -451,7 +456,7 @@ class Bucket:
 
     def _log_wait(self, act: str, key: str) -> None:
         logger.warning(
-            "no answer for %.0f s to the request to %s %s/%s. It is repeated for up to %.0f s",
+            "no answer for %.0f s to the request to %s %s/%s. It will be retried for up to %.0f s",
             _PATIENCE,
             act,
             self.url,
@@ -549,7 +554,7 @@ def _joined(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview | bytea
 
 
 def _too_short(url: str, wanted: int = 0) -> OSError:
-    text = "it ends before the bytes that are to be read"
+    text = "it ends before the requested bytes"
     if wanted:
         text = f"it has fewer than {wanted} bytes"
     return OSError(errno.EIO, text, url)

@@ -70,8 +70,9 @@ def select(local_rank: int, local_world_size: int, cpu: bool = False) -> torch.d
         else:
             note = ""
         raise ConfigurationError(
-            f"local rank {local_rank} of {local_world_size} has no device: this machine has {present} {kind} "
-            f"device(s){note}. Start at most {present} processes here, or pass cpu=True."
+            f"local rank {local_rank} of {local_world_size} does not have a device: this machine "
+            f"has {present} {kind} device(s){note}. Start at most {present} processes here, or "
+            "pass cpu=True."
         )
     device = torch.device(kind, local_rank)
     torch.accelerator.set_device_index(device)
@@ -181,18 +182,17 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 def release_memory(*objects: Any) -> list[None]:
     """Release the accelerator's cached memory; return as many None as `objects`, to overwrite the caller's names.
 
-    What those names hold is free once they are overwritten; its cached memory goes with the next call.
+    The memory of the objects is free once the names are overwritten; the next call then releases it from the cache.
 
-    ```
-    model, optimizer = release_memory(model, optimizer)
-    ```
+    Example:
+        model, optimizer = release_memory(model, optimizer)
     """
     clear_device_cache(garbage_collection=True)
     return [None for _ in objects]
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Whether an error means that memory has run out, so that a smaller batch may work."""
+    """Whether an error means that memory ran out, so that a smaller batch may work."""
     if isinstance(exception, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(exception, AccelerateError):

@@ -18,8 +18,10 @@ from .errors import ConfigurationError
 # The arguments of a forward that say how long documents are.
 FIELDS = ("seq_lens", "cu_seqlens")
 _FORMS = {
-    "seq_lens": "the lengths of the documents in each row, a list of integers for each or a 2-D tensor",
-    "cu_seqlens": "1-D: where each document begins in the flattened rows, and the number of tokens",
+    "seq_lens": "the lengths of the documents in each row, as a list of integers for each row or "
+    "a 2-D tensor",
+    "cu_seqlens": "1-D: the start of each document in the flattened rows, followed by the number "
+    "of tokens",
 }
 # A label that is not trained on.
 IGNORED = -100
@@ -67,16 +69,17 @@ class Documents:
                 lengths = _lengths_between(batch[field], rows, length)
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigurationError(
-                f"{field} must be {_FORMS[field]}, and is a {type(batch[field]).__name__}: {error}"
+                f"{field} must be {_FORMS[field]}, but is a {type(batch[field]).__name__}: {error}"
             ) from error
         if len(lengths) != rows:
-            raise ConfigurationError(f"{field} has {len(lengths)} rows, and the batch has {rows}")
+            raise ConfigurationError(f"{field} has {len(lengths)} rows, but the batch has {rows}")
         for number, row in enumerate(lengths):
             if min(row, default=0) < 1 or sum(row) != length:
                 raise ConfigurationError(
-                    f"{field}: the documents of row {number} are {row}, {sum(row)} tokens, and the row has {length}. "
-                    "Each document has 1 token or more, and padding is the last document of a row. Zeros may fill the "
-                    "end of a row in a tensor"
+                    f"{field}: the documents of row {number} are {row}, {sum(row)} tokens, but "
+                    f"the row has {length}. Each document needs at least 1 token, and padding "
+                    "counts as the last document of a row. In a tensor, zeros can fill the end "
+                    "of a row"
                 )
         return cls(lengths, device)
 

@@ -104,7 +104,7 @@ class DynamoBackend(str, BaseEnum):
 
 
 class LoggerType(BaseEnum):
-    """The experiment trackers: one row for each.
+    """The experiment trackers, one row for each.
 
     A row holds the name that `log_with` takes; the tracker's module in `accelerate.tracking` and its class there; and
     the packages of which one must be installed (the name itself by default).
@@ -159,7 +159,7 @@ SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 class CustomDtype(enum.Enum):
-    """Storage types that torch has no dtype for, used when sizes are counted."""
+    """Storage types without a torch dtype, used to compute sizes."""
 
     FP8 = "fp8"
     INT4 = "int4"

@@ -66,7 +66,7 @@ def _row_of(variable: str) -> Option:
     row = variables().get(variable)
     if row is None:
         meant = suggestion(variable, variables())
-        raise LookupError(f"the variable {variable} has no row in core/options.py{meant}")
+        raise LookupError(f"the variable {variable} does not have a row in core/options.py{meant}")
     return row
 
 
@@ -93,7 +93,7 @@ def check_run() -> None:
         meant = suggestion(
             name, [known for known in variables() if known.startswith("ACCELERATE_")]
         )
-        warn(f"nothing reads the environment variable {name}{meant}: correct its name, or unset it")
+        warn(f"the environment variable {name} is not read{meant}: correct its name or unset it")
 
 
 def raw(name: str) -> str | None:
@@ -127,7 +127,10 @@ def child_environment(extra: Mapping[str, Any] | None = None) -> dict[str, str]:
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """1 or 0 (or True or False with `to_bool`) for the usual words of truth; ValueError for any other."""
+    """Return 1 or 0 (with `to_bool`, True or False) for the common truth words.
+
+    Raises ValueError for any other text.
+    """
     found = parse_bool(value)
     if to_bool:
         return found
@@ -135,7 +138,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
-    """The first variable of `env_keys` that holds a number of at least 0, else `default`."""
+    """The first variable of `env_keys` that is a number of at least 0, otherwise `default`."""
     for key in env_keys:
         found = int(os.environ.get(key, -1))
         if found >= 0:
@@ -144,7 +147,7 @@ def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """The truth value of a variable of any name; ValueError for a text that is none."""
+    """The truth value of an environment variable. Raises ValueError for any other text."""
     text = os.environ.get(key)
     if text:
         return parse_bool(text, key)
@@ -185,14 +188,15 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
             lines.append(f"{key}={text}\n")
         else:
             warn(
-                f"{key}={text!r} is left out: it holds a character that would break the environment line"
+                f"{key}={text!r} is left out: it contains a character that would break the "
+                "environment line"
             )
     return lines
 
 
 @contextlib.contextmanager
 def clear_environment() -> Iterator[None]:
-    """An empty environment inside the block; the former one afterwards, whatever the block set."""
+    """Return a context with an empty environment. The previous environment is restored afterward."""
     saved = dict(os.environ)
     os.environ.clear()
     try:
@@ -204,7 +208,7 @@ def clear_environment() -> Iterator[None]:
 
 @contextlib.contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Variables set (upper-cased) inside the block and put back afterwards."""
+    """Return a context in which environment variables (in upper case) are set, and restored afterward."""
     names = {key.upper(): str(value) for key, value in kwargs.items()}
     saved = {name: os.environ.get(name) for name in names}
     os.environ.update(names)
@@ -215,7 +219,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: T) -> T:
-    """Decorator of a function, or of a test class: ACCELERATE_* variables set inside are gone afterwards.
+    """Decorate a function or test class to remove the ACCELERATE_* variables that it sets.
 
     Of a class, and of those derived from it, the methods whose names start with `test` are decorated.
     """
@@ -257,7 +261,7 @@ def _purging(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
-    """The value of an environment variable that lists paths, with another path at its end."""
+    """The value of an environment variable that lists paths, with another path appended."""
     return os.pathsep.join(
         [*filter(None, os.environ.get(env_var_name, "").split(os.pathsep)), path_to_add]
     )

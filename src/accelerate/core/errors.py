@@ -28,7 +28,7 @@ class NonFiniteError(AccelerateError, ArithmeticError):
 
 
 class DistributedOperationException(AccelerateError):
-    """An operation was called with different operands on different ranks, or together with another operation."""
+    """An operation was called with different operands on different ranks, or at the same time as another operation."""
 
 
 class CommunicationError(AccelerateError, RuntimeError):
@@ -104,18 +104,25 @@ _LOSS_REMEDIES = {
     "does not require grad and does not have a grad_fn": "the loss is not connected to a parameter that trains: look "
     "for `torch.no_grad()`, `.detach()` or `.item()` between the model and `accelerator.backward(loss)`, and for a "
     "model whose parameters are all frozen",
-    "object has no attribute 'backward'": "`accelerator.backward(loss)` needs the tensor that the model or the loss "
-    "function has returned, not a number: call `loss.item()` only after it",
+    "object has no attribute 'backward'": "`accelerator.backward(loss)` needs the tensor that "
+    "the model or the loss function returned, not a "
+    "number: call `loss.item()` only after the backward "
+    "pass",
 }
 _REMEDIES = {
     **_LOSS_REMEDIES,
-    "Expected to have finished reduction in the prior iteration": "a step leaves out parameters of a model under DDP. "
-    "Use `Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])`, or freeze these "
-    "parameters (`requires_grad_(False)`) before `prepare`",
-    "but _scale is None": "mixed precision fp16 scales the loss: call `accelerator.backward(loss)`, not "
-    "`loss.backward()`",
-    "Expected all tensors to be on the same device": "`prepare` moves the model and the batches of a prepared loader: "
-    "create all other tensors on `accelerator.device`, or move them with `.to(accelerator.device)`",
+    "Expected to have finished reduction in the prior iteration": "a step did not use all parameters of a "
+    "model under DDP. Use "
+    "`Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])`, "
+    "or freeze these parameters "
+    "(`requires_grad_(False)`) before "
+    "`prepare`",
+    "but _scale is None": "fp16 mixed precision scales the loss: call "
+    "`accelerator.backward(loss)` instead of `loss.backward()`",
+    "Expected all tensors to be on the same device": "`prepare` moves the model and the batches "
+    "of a prepared loader. Create all other "
+    "tensors on `accelerator.device`, or move "
+    "them with `.to(accelerator.device)`",
 }
 
 

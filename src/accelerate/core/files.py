@@ -39,7 +39,7 @@ def path_text(value: Any, argument: str) -> str:
         ) from None
     if not text.strip():
         raise ConfigurationError(
-            f"{argument}={text!r} names no folder: give a path ('.' is the current folder)"
+            f"{argument}={text!r} does not name a folder: pass a path ('.' is the current folder)"
         )
     return text
 
@@ -51,8 +51,8 @@ def user_path(value: Any, argument: str) -> Path:
     """
     if isinstance(value, BucketPath) or is_bucket(value):
         raise ConfigurationError(
-            f"{argument}={str(value)!r}: it writes or reads local files only. Checkpoints of a run (save_state, "
-            "load_state, resume) can be in a bucket"
+            f"{argument}={str(value)!r}: only local files can be used here. Checkpoints of a run "
+            "(save_state, load_state, resume) can be in a bucket"
         )
     return Path(path_text(value, argument)).expanduser()
 
@@ -79,8 +79,8 @@ def follow_links(path: Path, argument: str) -> Path:
                 raise ConfigurationError(f"{argument}: {link} is a link that refers back to itself")
             if not target.parent.is_dir():
                 raise ConfigurationError(
-                    f"{argument}: {link} is a link to {target}, and {target.parent} does not exist: make that folder, "
-                    "or fix the link"
+                    f"{argument}: {link} is a link to {target}, but {target.parent} does not "
+                    "exist: create that folder or fix the link"
                 )
     return Path(os.path.realpath(path))
 
@@ -117,7 +117,7 @@ def make_folder(path: str | os.PathLike[str], argument: str) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigurationError(
-            f"{argument}={str(folder)!r}: no file can be written there ({error.strerror})"
+            f"{argument}={str(folder)!r}: files cannot be written there ({error.strerror})"
         ) from None
 
 
@@ -294,7 +294,7 @@ def _lock_on_windows(descriptor: int) -> None:
     try:
         msvcrt: Any = importlib.import_module("msvcrt")
     except ImportError:
-        raise OSError(errno.ENOTSUP, "this system has no file locks") from None
+        raise OSError(errno.ENOTSUP, "this system does not support file locks") from None
     position = os.lseek(descriptor, 0, os.SEEK_CUR)
     os.lseek(descriptor, _LOCKED_BYTE, os.SEEK_SET)
     try:

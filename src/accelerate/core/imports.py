@@ -67,7 +67,7 @@ def version_of(distribution: str) -> Version:
 def compare_versions(
     library_or_version: str | Version, operation: str, requirement_version: str
 ) -> bool:
-    """Return whether a version compares to another as `operation` states.
+    """Return whether a version compares to another as `operation` says.
 
     Args:
         library_or_version: name of an installed package, or a parsed version.
@@ -93,7 +93,7 @@ def compare_versions(
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Whether torch's version without its local part (`+cpu`) stands in `operation` to `version`."""
+    """Whether torch's version, without its local part (`+cpu`), compares to `version` as `operation` says."""
     import torch
 
     return compare_versions(parse(parse(torch.__version__).base_version), operation, version)
@@ -125,8 +125,8 @@ def load_extension(kind: str, name: str, own: Iterable[str] = ()) -> Any:
     if not found:
         known = sorted([*own, *extension_names(kind)])
         raise ConfigurationError(
-            f"no installed package registers a {kind} {name!r} (entry points {GROUPS[kind]!r}); there are: "
-            f"{', '.join(known) or 'none'}{suggestion(name, known)}"
+            f"no installed package registers a {kind} {name!r} (entry points {GROUPS[kind]!r}); "
+            f"registered names: {', '.join(known) or 'none'}{suggestion(name, known)}"
         )
     if len({entry.value for entry in found}) > 1:
         owners = ", ".join(
@@ -139,15 +139,15 @@ def load_extension(kind: str, name: str, own: Iterable[str] = ()) -> Any:
         return found[0].load()
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(
-            f"the {kind} {name!r} ({found[0].value}) does not load: {error}"
+            f"the {kind} {name!r} ({found[0].value}) cannot be loaded: {error}"
         ) from error
 
 
 FOLDER = Path(__file__).parent.parent
 IMPLEMENTATION = f"independent implementation of the Accelerate API {API_VERSION}"
 REMEDY = (
-    "Run `pip uninstall -y accelerate` until it finds nothing, delete the folder if it is still there, and install "
-    "the distribution that you want"
+    "Run `pip uninstall -y accelerate` until it finds nothing, delete the folder if it still "
+    "exists, and install the distribution that you want"
 )
 
 
@@ -170,7 +170,7 @@ def installation_problems() -> list[str]:
     if not others:
         return []
     return [
-        f"the files in {FOLDER} are version {__version__}, but the metadata, from which client packages read the "
-        f"version, is that of {', '.join(others)}. Install this package again. If it is the other distribution: "
-        f"{REMEDY}"
+        f"the files in {FOLDER} are version {__version__}, but the metadata, from which client "
+        f"packages read the version, belongs to {', '.join(others)}. Install this package again. "
+        f"If the metadata belongs to another distribution: {REMEDY}"
     ]

@@ -24,7 +24,7 @@ def decode_text(raw: bytes | bytearray) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise JSONTextError(f"it is not written in UTF-8: {error}") from None
+        raise JSONTextError(f"it is not UTF-8: {error}") from None
 
 
 def parse(raw: bytes | bytearray | str, numbers: bool = False) -> Any:
@@ -59,4 +59,4 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise JSONTextError(f"{name} is not a number of JSON")
+    raise JSONTextError(f"{name} is not a JSON number")

@@ -26,7 +26,7 @@ def class_name(module: object) -> str:
 def get_module_children_bottom_up(
     model: nn.Module, return_fqns: bool = False
 ) -> list[nn.Module] | list[tuple[str, nn.Module]]:
-    """All modules of `model`, each after its children, the model last; with `return_fqns` as (name, module)."""
+    """All modules of `model`, each after its children; with `return_fqns` as (name, module)."""
     named = list(named_bottom_up(model))
     if return_fqns:
         return named
@@ -77,8 +77,9 @@ def move_module(model: nn.Module, device: torch.device | str) -> nn.Module:
         if "Couldn't swap" not in str(error):
             raise
         raise PrepareError(
-            f"{type(model).__name__} cannot be moved to {device} with its parameters as the same objects: {error} "
-            f"({error.__cause__}). Move it by model.to(accelerator.device) before its optimizer is made"
+            f"{type(model).__name__} cannot be moved to {device} while keeping its parameter "
+            f"objects: {error} ({error.__cause__}). Move it with model.to(accelerator.device) "
+            "before creating its optimizer"
         ) from error
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
@@ -110,7 +111,7 @@ def replace_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """The class called `name` of some module in `module` (itself included), or None where there is none."""
+    """The class with the name `name` among the modules in `module` (including itself), or None."""
     return next((type(found) for found in module.modules() if type(found).__name__ == name), None)
 
 
@@ -129,13 +130,13 @@ def class_names(model: nn.Module, option: str, classes: Any) -> list[str]:
         if not set(declared).issuperset(names):
             near = suggestion(names[0], present)
             messages.warn(
-                f"{option}: no module of {type(model).__name__} is a {' or '.join(names)}{near}"
+                f"{option}: {type(model).__name__} does not contain a {' or '.join(names)}{near}"
             )
     return names
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Whether some parameter of `model` is a DTensor: sharded or replicated over a device mesh."""
+    """Whether a parameter of `model` is a DTensor: sharded or replicated over a device mesh."""
     return any(is_dtensor(parameter) for parameter in model.parameters())
 
 

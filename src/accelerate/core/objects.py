@@ -31,7 +31,10 @@ def convert_bytes(size: float) -> str:
 
 
 def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """`destination`, with `source` merged into it: nested dictionaries are joined, other values of `source` win."""
+    """Merge `source` into `destination` and return it.
+
+    Nested dictionaries are merged; other values of `source` take precedence.
+    """
     for key, value in source.items():
         if isinstance(value, dict):
             below = destination.get(key)
@@ -97,7 +100,7 @@ class NullContext(contextlib.nullcontext[None], contextlib.ContextDecorator):
 
 
 def get_pretty_name(obj: Any) -> str:
-    """A name to show for an object: its own qualified name where it has one, else that of its class."""
+    """A name for an object: its own qualified name if it has one, otherwise that of its class."""
     if not (hasattr(obj, "__qualname__") or hasattr(obj, "__name__")):
         obj = getattr(obj, "__class__", obj)
     return str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None) or obj)

@@ -50,7 +50,7 @@ def _log_level(text: str, where: str) -> None:
     if text.upper() not in logging.getLevelNamesMapping():
         known = list(logging.getLevelNamesMapping())
         raise ConfigurationError(
-            f"{where}={text!r} is not a level of logging: use one of {', '.join(known)}"
+            f"{where}={text!r} is not a logging level: use one of {', '.join(known)}"
         )
 
 
@@ -58,28 +58,30 @@ def _profiled_steps(text: str, where: str) -> None:
     found = re.fullmatch(r"(\d+):(\d+)(:\d+(,\d+)*)?", text)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
         raise ConfigurationError(
-            f"{where}={text!r}: give the first and the last step as 10:12, and ranks, if not all, as 10:12:0,3"
+            f"{where}={text!r}: write the first and last step as 10:12, and add ranks, if not "
+            "all, as in 10:12:0,3"
         )
 
 
 PROGRAM = Group(
     "program",
-    "What is started, and how.",
+    "What to start, and how.",
     (
         Option(
             "engine",
             "text",
-            "What starts the processes: local (this machine), static (several machines with fixed ranks), elastic "
-            "(machines that join and leave), mpi (mpirun), deepspeed (DeepSpeed's launcher), tpu (torch_xla), slurm "
-            "(a batch job), ray (a Ray cluster) or kubernetes (writes a manifest, with --dry_run). auto chooses one "
-            "by the other options.",
+            "How to start the processes: local (this machine), static (several machines with "
+            "fixed ranks), elastic (machines that join and leave), mpi (mpirun), deepspeed "
+            "(DeepSpeed's launcher), tpu (torch_xla), slurm (a batch job), ray (a Ray cluster) "
+            "or kubernetes (writes a manifest, with --dry_run). auto chooses one based on the "
+            "other options.",
             "auto",
             ("auto", *LAUNCHERS),
         ),
         Option(
             "config_file",
             "text",
-            "Configuration file to read instead of the default one.",
+            "Configuration file to read instead of the default file.",
             variable="ACCELERATE_CONFIG_FILE",
             when=NEVER,
             key="",
@@ -87,20 +89,20 @@ PROGRAM = Group(
         Option(
             "module",
             "switch",
-            "The script is a module, as for 'python -m'.",
+            "Run the script as a module, like 'python -m'.",
             flags=("-m", "--module"),
             key="",
         ),
         Option(
             "no_python",
             "switch",
-            "The script is an executable program: start it without 'python'.",
+            "Run the script as an executable program, without 'python'.",
             key="",
         ),
         Option(
             "dry_run",
             "switch",
-            "Print the command and the variables of each process, and start nothing.",
+            "Print the command and the variables of each process without starting them.",
             False,
             key="",
         ),
@@ -110,12 +112,13 @@ PROGRAM = Group(
 
 HARDWARE = Group(
     "hardware",
-    "Which devices to run on. The default is the machine's accelerators, or its CPU if it has none.",
+    "Devices to run on. The default is the machine's accelerators, or its CPU if it does not "
+    "have any.",
     (
         Option(
             "cpu",
             "switch",
-            "Run on the CPU even if there is an accelerator.",
+            "Run on the CPU even if the machine has an accelerator.",
             False,
             key="use_cpu",
             variable="ACCELERATE_USE_CPU",
@@ -123,7 +126,7 @@ HARDWARE = Group(
         Option(
             "multi_gpu",
             "switch",
-            "Run on the GPUs of this machine, one process on each.",
+            "Run on the GPUs of this machine, with one process for each.",
             False,
             key="",
         ),
@@ -139,7 +142,7 @@ HARDWARE = Group(
 
 PROCESSES = Group(
     "processes",
-    "The number of processes, and the processor cores and memory that they use.",
+    "Number of processes, and the processor cores that they use.",
     (
         Option(
             "num_processes",
@@ -150,12 +153,12 @@ PROCESSES = Group(
             variable="ACCELERATE_NUM_PROCESSES",
             when=NEVER,
             flags=("--num_processes", "--num_gpus"),
-            question="How many processes in all, on all machines together?",
+            question="How many processes in total, on all machines together?",
         ),
         Option(
             "nproc_per_node",
             "count",
-            "Number of processes on each machine, as for torchrun. Replaces --num_processes.",
+            "Number of processes on each machine, as in torchrun. Replaces --num_processes.",
             least=1,
             greatest=MOST_PROCESSES,
             key="",
@@ -171,11 +174,11 @@ PROCESSES = Group(
         Option(
             "enable_cpu_affinity",
             "switch",
-            "Bind each process to its share of the cores, near its GPU if it has one.",
+            "Bind each process to its share of the cores, close to its GPU if it has one.",
             False,
             variable="ACCELERATE_CPU_AFFINITY",
             to_variable=lambda value: "1",
-            question="Bind processes to the cores near their device?",
+            question="Bind processes to the cores close to their device?",
         ),
     ),
     usual=("num_processes",),
@@ -192,7 +195,7 @@ def _dynamo(name: str, kind: str, help: str, default: Any = False, **more: Any) 
 # therefore are always set: those of the LeRobot family from ACCELERATE_MIXED_PRECISION, Oumi from the other.
 PRECISION = Group(
     "precision",
-    "Mixed precision, and 8-bit floats with --mixed_precision fp8.",
+    "Mixed precision, including 8-bit floats (--mixed_precision fp8).",
     (
         Option(
             "mixed_precision",
@@ -212,12 +215,12 @@ PRECISION = Group(
 
 TRAINING = Group(
     "training",
-    "Gradient accumulation, compilation, the plan of the run, and its check.",
+    "Gradient accumulation, compilation, and the plan and the check of the run.",
     (
         Option(
             "gradient_accumulation_steps",
             "int",
-            "Number of batches whose gradients are accumulated before the optimizer steps.",
+            "Number of batches whose gradients accumulate before each optimizer step.",
             least=1,
             variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
             variable_words=("auto",),
@@ -244,20 +247,21 @@ TRAINING = Group(
         _dynamo(
             "dynamo_use_regional_compilation",
             "switch",
-            "Compile each repeated block of the model once, instead of the entire model.",
+            "Compile each repeated block of the model once instead of the entire model.",
         ),
         Option(
             "plan_file",
             "text",
-            "File with the estimate of `accelerate plan --write`, to which the run adds what it measures.",
+            "File that `accelerate plan --write` wrote. The run adds its measurements to it.",
             key="plan_file",
             variable="ACCELERATE_PLAN_FILE",
         ),
         Option(
             "certify",
             "int",
-            "Before the run, compare this number of optimizer steps in the requested layout with the same steps on "
-            "one process, as `accelerate certify` does. The run starts if they are equal.",
+            "Before the run, compare this many optimizer steps in the requested layout with the "
+            "same steps on one process, as `accelerate certify` does. The run starts only if "
+            "they are equal.",
             least=1,
             key="",
         ),
@@ -280,15 +284,15 @@ def _strategy(name: str, help: str, **more: Any) -> Option:
 
 STRATEGY = Group(
     "strategy",
-    "How the model is distributed over the processes; each switch has its own topic.",
+    "How to distribute the model over the processes. Each option has its own topic.",
     (
         _strategy("fsdp", "Shard the model with FSDP."),
         _strategy("deepspeed", "Train with DeepSpeed ZeRO."),
         _strategy("megatron_lm", "Train with Megatron-LM."),
         _strategy(
             "parallelism_config",
-            "Combine data, tensor, context, sequence and pipeline parallelism, by the sizes of "
-            "--parallelism_config_*.",
+            "Combine data, tensor, context, sequence and pipeline parallelism. The options "
+            "--parallelism_config_* set the sizes.",
         ),
     ),
     usual=("use_fsdp", "use_deepspeed"),
@@ -296,8 +300,8 @@ STRATEGY = Group(
 
 MACHINES = Group(
     "machines",
-    "Several machines, and how they find each other. Run the same command on each machine, with its "
-    "own --machine_rank.",
+    "Runs on several machines, and how the machines find each other. Run the same command on "
+    "each machine, each with its own --machine_rank.",
     (
         Option(
             "num_machines",
@@ -306,13 +310,13 @@ MACHINES = Group(
             least=1,
             variable="ACCELERATE_NUM_MACHINES",
             when=NEVER,
-            question="How many machines take part?",
+            question="How many machines?",
         ),
         Option(
             "nnodes",
             "text",
-            "Number of machines, or a range such as 1:4, within which machines may join and leave. Replaces "
-            "--num_machines.",
+            "Number of machines, or a range such as 1:4 within which machines can join and "
+            "leave. Replaces --num_machines.",
         ),
         Option(
             "machine_rank",
@@ -334,60 +338,62 @@ MACHINES = Group(
         Option(
             "main_process_port",
             "int",
-            "Port of machine 0 to which the processes connect. Default: a free port on one machine, 29500 on several.",
+            "Port on machine 0 to which the processes connect. Default: a free port for one "
+            "machine, 29500 for several.",
             least=0,
             greatest=65535,
             question="Port of machine 0",
             flags=("--main_process_port", "--master_port"),
         ),
-        Option("same_network", "switch", "The machines share a local network.", False),
+        Option("same_network", "switch", "The machines are on the same local network.", False),
         Option(
             "rdzv_backend",
             "text",
-            "How machines find each other: static (you give each its --machine_rank) or c10d (ranks are assigned).",
+            "How machines find each other: static (you set the --machine_rank of each) or c10d "
+            "(ranks are assigned).",
             "static",
         ),
         Option(
             "rdzv_id",
             "text",
-            "Identifier of the run, if several runs use the same rendezvous.",
+            "Identifier of the run, needed if several runs use the same rendezvous.",
             "none",
         ),
-        Option("rdzv_conf", "text", "Further settings of the rendezvous: key=value,key=value.", ""),
+        Option("rdzv_conf", "text", "Additional rendezvous settings: key=value,key=value.", ""),
     ),
     usual=("num_machines", "machine_rank", "main_process_ip"),
 )
 
 RESILIENCE = Group(
     "resilience",
-    "Failures: restarts, time limits and reports.",
+    "Restarts, time limits and failure reports.",
     (
         Option(
             "max_restarts",
             "int",
-            "How many times all processes are restarted after a failure.",
+            "How many times to restart all processes after a failure.",
             0,
             least=0,
         ),
         Option(
             "monitor_interval",
             "float",
-            "With --engine elastic: seconds between two checks of the processes.",
+            "With --engine elastic: seconds between checks of the processes.",
             0.1,
             least=0,
         ),
         Option(
             "stop_timeout",
             "float",
-            "Seconds that processes have to end after SIGTERM, before they are killed.",
+            "Seconds that processes have to exit after SIGTERM before they are killed.",
             4.0,
             least=0,
         ),
         Option(
             "stop_within",
             "float",
-            "Seconds after SIGTERM or SIGUSR1 in which a run that calls resume() saves what it can and ends. "
-            "Default: no limit, or the end of the Slurm job.",
+            "Seconds after SIGTERM or SIGUSR1 within which a run that calls resume() saves what "
+            "it can and exits. Default: no limit, or the end of the Slurm job.",
             least=1,
             variable="ACCELERATE_STOP_WITHIN",
         ),
@@ -395,23 +401,24 @@ RESILIENCE = Group(
         Option(
             "hang_report",
             "float",
-            "Seconds without progress after which a run prints where each rank is. 0 turns these reports "
-            "off. Default: 50.",
+            "Seconds without progress after which a run reports where each rank is. 0 turns "
+            "these reports off. Default: 50.",
             least=0,
             variable="ACCELERATE_HANG_REPORT",
         ),
         Option(
             "collective_timeout",
             "float",
-            "Seconds that a collective waits for other ranks, after which it ends the run with an error. "
-            "Default: that of torch.",
+            "Seconds that a collective waits for other ranks before it ends the run with an "
+            "error. Default: torch's default.",
             least=1,
             variable="ACCELERATE_COLLECTIVE_TIMEOUT",
         ),
         Option(
             "debug",
             "switch",
-            "Check that all ranks make the same calls with the same shapes and dtypes. Slow; for debugging.",
+            "Check that all ranks make the same collective calls with the same shapes and "
+            "dtypes. This is slow; use it for debugging.",
             variable="ACCELERATE_DEBUG_MODE",
         ),
     ),
@@ -425,7 +432,7 @@ OUTPUT = Group(
         Option(
             "quiet",
             "switch",
-            "Print errors only.",
+            "Print only errors.",
             flags=("--quiet", "-q"),
             key="",
             variable="ACCELERATE_QUIET",
@@ -433,48 +440,50 @@ OUTPUT = Group(
         Option(
             "tee",
             "text",
-            "Streams whose lines begin with the rank on the console: 0 (none), 1 (standard output), 2 (standard "
-            "error) or 3 (both), for all ranks or for each, such as '0:3,1:2'.",
+            "Streams whose lines are prefixed with the rank on the console: 0 (none), 1 "
+            "(standard output), 2 (standard error) or 3 (both), for all ranks or for each rank, "
+            "as in '0:3,1:2'.",
             "0",
             flags=("-t", "--tee"),
         ),
-        Option(
-            "role", "text", "Role of the processes, a name for torch's elastic agent.", "default"
-        ),
+        Option("role", "text", "Name of the processes' role in torch's elastic agent.", "default"),
         Option(
             "log_dir",
             "text",
-            "Folder in which the standard output and standard error of each rank are stored.",
+            "Folder for the standard output and standard error of each rank.",
         ),
         Option(
             "progress_interval",
             "float",
-            "Seconds between two lines about the progress of a run, if the output is not a terminal. 0 turns off "
-            "these lines, and the panel on a terminal. A single process shows its progress only with this option.",
+            "Seconds between progress lines if the output is not a terminal. 0 turns off these "
+            "lines and, on a terminal, the panel. A single process shows its progress only with "
+            "this option.",
             60.0,
             least=0,
         ),
         Option(
             "resume",
             "text",
-            "Project of the run: a folder, or a place in a bucket such as s3://bucket/run. The script continues from "
-            "its newest checkpoint, if there is one, and saves there. It replaces the project_dir of the script.",
+            "Project of the run: a folder, or a location in a bucket such as s3://bucket/run. "
+            "The script continues from the newest checkpoint there, if there is one, and saves "
+            "there. Replaces the script's project_dir.",
             key="",
             variable="ACCELERATE_RESUME",
         ),
         Option(
             "telemetry",
             "text",
-            "Record each step of each process, for `accelerate monitor`, in the project's folder or in DIR "
-            "(--telemetry=DIR).",
+            "Record each step of each process for `accelerate monitor`, in the project folder or "
+            "in DIR (--telemetry=DIR).",
             variable="ACCELERATE_TELEMETRY",
             bare="true",
         ),
         Option(
             "profile",
             "text",
-            "First and last optimizer step that torch's profiler records: 10:12 on all ranks, 10:12:0,3 on ranks 0 "
-            "and 3. Each rank writes a trace, such as profile/rank_00000.json, in the project's folder.",
+            "First and last optimizer step that torch's profiler records: 10:12 on all ranks, "
+            "10:12:0,3 on ranks 0 and 3. Each rank writes a trace, such as "
+            "profile/rank_00000.json, in the project folder.",
             key="",
             check=_profiled_steps,
             variable="ACCELERATE_PROFILE",
@@ -485,20 +494,21 @@ OUTPUT = Group(
 
 CLUSTERS = Group(
     "clusters",
-    "Starting through mpirun, Slurm, Ray or Kubernetes.",
+    "Starting processes with mpirun, Slurm, Ray or Kubernetes.",
     (
         Option(
             "slurm_options",
             "text",
-            "Further options of sbatch, in one argument: '--partition=gpu --time=2:00:00'.",
+            "Additional sbatch options in one argument: '--partition=gpu --time=2:00:00'.",
             "",
             engine="slurm",
         ),
         Option(
             "ray_address",
             "text",
-            "Address of the Ray cluster: host:port, ray://host:port, auto (a cluster that runs on this machine) or "
-            "local (a new one on this machine). By default auto, or local if there is none.",
+            "Address of the Ray cluster: host:port, ray://host:port, auto (a cluster that runs "
+            "on this machine) or local (a new cluster on this machine). Default: auto if a "
+            "cluster runs here, otherwise local.",
             variable="RAY_ADDRESS",
             when=NEVER,
             engine="ray",
@@ -512,7 +522,7 @@ CLUSTERS = Group(
         Option(
             "mpirun_hostfile",
             "text",
-            "Host file of mpirun, with one host on each line.",
+            "Host file for mpirun, with one host on each line.",
             key="mpirun_config.mpirun_hostfile",
         ),
     ),
@@ -520,7 +530,7 @@ CLUSTERS = Group(
 
 TPU = Group(
     "TPU",
-    "TPU cores and pods; only with --tpu.",
+    "TPU cores and pods (with --tpu).",
     (
         Option(
             "tpu_use_cluster",
@@ -533,29 +543,29 @@ TPU = Group(
         Option(
             "tpu_use_sudo",
             "switch",
-            "Run the commands on the workers of the pod with sudo.",
+            "Run the commands on the pod's workers with sudo.",
             False,
             engine="tpu",
         ),
         Option(
             "vm",
             "list",
-            "Name of a TPU VM. May be given several times.",
+            "Name of a TPU VM. Can be repeated.",
             key="tpu_vm",
             engine="tpu",
         ),
         Option(
             "env",
             "list",
-            "Environment variable of the workers of a TPU pod or of a Ray cluster, NAME=VALUE; for Ray also NAME, "
-            "with the value that it has here. May be given several times.",
+            "Environment variable for the workers of a TPU pod or a Ray cluster, NAME=VALUE. For "
+            "Ray, NAME alone passes its value on this machine. Can be repeated.",
             key="tpu_env",
             engine="tpu or ray",
         ),
         Option(
             "main_training_function",
             "text",
-            "Name of the function in the script that each TPU core runs.",
+            "Name of the script's function that each TPU core runs.",
         ),
         Option(
             "downcast_bf16",
@@ -605,11 +615,11 @@ def _variable(name: str, kind: str = "text", **more: Any) -> Option:
 VARIABLES: tuple[Option, ...] = (
     _variable(
         "ACCELERATE_CERTIFICATE",
-        help="File that `accelerate certify` has written. Checkpoints of the run have its checksum.",
+        help="File that `accelerate certify` wrote. Checkpoints of the run store its checksum.",
     ),
     _variable(
         "ACCELERATE_CERTIFY_FILE",
-        help="Set by `accelerate certify`: file with what the run records.",
+        help="Set by `accelerate certify`: file with the settings of the recording.",
     ),
     _variable(
         "ACCELERATE_CONFIG_DS_FIELDS",
@@ -628,8 +638,8 @@ VARIABLES: tuple[Option, ...] = (
         "ACCELERATE_DIGEST_STEPS",
         "int",
         least=0,
-        help="Steps between two digests of the parameters in the ledger of a recorded run. By default only saves have "
-        "one.",
+        help="Number of steps between digests of the parameters in the ledger of a recorded run. "
+        "By default, only saves have a digest.",
     ),
     _variable("ACCELERATE_EXACT", "truth", help="Default of `Accelerator(exact=...)`."),
     _variable(
@@ -659,7 +669,7 @@ VARIABLES: tuple[Option, ...] = (
     ),
     _variable(
         "ACCELERATE_LAUNCH_TIME",
-        help="Set by the launcher: when it started, for the name of a recorded run.",
+        help="Set by the launcher: its start time, for the name of a recorded run.",
     ),
     _variable(
         "ACCELERATE_LOG_LEVEL", help="Default of `get_logger(log_level=...)`.", check=_log_level
@@ -670,7 +680,7 @@ VARIABLES: tuple[Option, ...] = (
     ),
     _variable(
         "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE",
-        help="Set in a SageMaker job: its kind of parallelism.",
+        help="Set in a SageMaker job: the kind of parallelism.",
         choices=tuple(kind.value for kind in SageMakerDistributedType),
     ),
     _variable(
@@ -680,7 +690,8 @@ VARIABLES: tuple[Option, ...] = (
     _variable("ACCELERATE_STRATEGY", help="Default of `Accelerator(strategy=...)`."),
     _variable(
         "ACCELERATE_TORCH_DEVICE",
-        help="Device of the process, such as `cuda:1`. By default the accelerator whose number is the local rank.",
+        help="Device of the process, such as `cuda:1`. By default, the accelerator whose index "
+        "is the local rank.",
     ),
     _variable(
         "ACCELERATE_TORCH_INTERNALS_OFF",
@@ -698,8 +709,8 @@ VARIABLES: tuple[Option, ...] = (
         "ACCELERATE_TRAINJOB_EPOCHS",
         "int",
         least=1,
-        help="Number of epochs of the run, for the progress that a Kubeflow TrainJob shows. By default it shows the "
-        "progress of each epoch.",
+        help="Number of epochs of the run, for the progress that a Kubeflow TrainJob shows. By "
+        "default, it shows the progress within each epoch.",
     ),
     _variable("ACCELERATE_USE_SAGEMAKER", "truth", help="Set in a SageMaker job."),
     _variable(
@@ -709,8 +720,8 @@ VARIABLES: tuple[Option, ...] = (
     ),
     _variable(
         "FSDP_IGNORED_MODULES",
-        help="Default of `FullyShardedDataParallelPlugin(ignored_modules=...)`: a regular expression for names of "
-        "modules.",
+        help="Default of `FullyShardedDataParallelPlugin(ignored_modules=...)`: a regular "
+        "expression for module names.",
     ),
 )
 

@@ -34,7 +34,8 @@ def _reshard(text: str, where: str) -> None:
 def _sp_attention(text: str, where: str) -> None:
     if text not in SP_ATTENTION and "/" not in text:
         raise ConfigurationError(
-            f"{where}={text!r}: use one of {', '.join(SP_ATTENTION)}, or a kernel of the Hub (owner/name)"
+            f"{where}={text!r}: use one of {', '.join(SP_ATTENTION)}, or a kernel from the Hub "
+            "(owner/name)"
         )
 
 
@@ -45,7 +46,7 @@ def _fsdp(name: str, kind: str, help: str, default: Any = None, **more: Any) -> 
 
 FSDP = Group(
     "FSDP",
-    "Sharding with FSDP; only with --use_fsdp.",
+    "Sharding with FSDP (with --use_fsdp).",
     (
         _fsdp(
             "fsdp_version",
@@ -65,26 +66,27 @@ FSDP = Group(
         _fsdp(
             "fsdp_min_num_params",
             "int",
-            "With SIZE_BASED_WRAP: wrap each module that has at least this number of parameters.",
+            "With SIZE_BASED_WRAP: wrap each module that has at least this many parameters.",
             100000000,
             least=0,
-            question="Smallest number of parameters wrapped",
+            question="Minimum number of parameters of a wrapped module",
         ),
         _fsdp(
             "fsdp_sharding_strategy",
             "text",
-            "Version 1: what is sharded, FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or HYBRID_SHARD_ZERO2.",
+            "Version 1: what to shard: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD or "
+            "HYBRID_SHARD_ZERO2.",
             "FULL_SHARD",
             choices=tuple(constants.FSDP_SHARDING_STRATEGY),
             aliases=_numbered(constants.FSDP_SHARDING_STRATEGY)
             | {"_hybrid_shard_zero2": "HYBRID_SHARD_ZERO2"},
-            question="What is sharded?",
+            question="What should be sharded?",
         ),
         _fsdp(
             "fsdp_reshard_after_forward",
             "text",
-            "Version 2: free the gathered parameters after the forward pass, and gather them again for the "
-            "backward pass. A number is the size of the groups to reshard to.",
+            "Version 2: free the gathered parameters after the forward pass and gather them "
+            "again for the backward pass. A number is the size of the groups to reshard to.",
             "true",
             check=_reshard,
             question="Free the gathered parameters after the forward pass?",
@@ -92,10 +94,10 @@ FSDP = Group(
         _fsdp(
             "fsdp_auto_wrap_policy",
             "text",
-            "How modules are chosen that are sharded on their own: TRANSFORMER_BASED_WRAP (by class), "
-            "SIZE_BASED_WRAP (by size) or NO_WRAP.",
+            "How to choose the modules that are sharded separately: TRANSFORMER_BASED_WRAP (by "
+            "class), SIZE_BASED_WRAP (by size) or NO_WRAP.",
             choices=tuple(constants.FSDP_AUTO_WRAP_POLICY),
-            question="Which layers are wrapped?",
+            question="Which layers should be wrapped?",
         ),
         _fsdp(
             "fsdp_transformer_layer_cls_to_wrap",
@@ -107,8 +109,8 @@ FSDP = Group(
         _fsdp(
             "fsdp_backward_prefetch",
             "text",
-            "Version 1: when the next layer's parameters are gathered in the backward pass, BACKWARD_PRE, "
-            "BACKWARD_POST or NO_PREFETCH.",
+            "Version 1: when to gather the next layer's parameters in the backward pass: "
+            "BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH.",
             choices=tuple(constants.FSDP_BACKWARD_PREFETCH),
             aliases=_numbered(constants.FSDP_BACKWARD_PREFETCH[:2]),
         ),
@@ -118,7 +120,7 @@ FSDP = Group(
             "Format of saved models and optimizers: FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT.",
             choices=tuple(constants.FSDP_STATE_DICT_TYPE),
             aliases=_numbered(constants.FSDP_STATE_DICT_TYPE),
-            question="How are weights saved?",
+            question="How should weights be saved?",
         ),
         _fsdp(
             "fsdp_forward_prefetch",
@@ -129,20 +131,20 @@ FSDP = Group(
         _fsdp(
             "fsdp_use_orig_params",
             "truth",
-            "Version 1: the model keeps its original parameters, instead of flattened ones.",
+            "Version 1: keep the model's original parameters instead of flattened ones.",
             "true",
         ),
         _fsdp(
             "fsdp_cpu_ram_efficient_loading",
             "truth",
-            "Only rank 0 loads the weights into memory, and sends them to the other ranks.",
+            "Load the weights into memory only on rank 0, which sends them to the other ranks.",
             "true",
-            question="Load weights on rank 0 only?",
+            question="Load weights only on rank 0?",
         ),
         _fsdp(
             "fsdp_sync_module_states",
             "truth",
-            "Version 1: send the parameters and buffers of rank 0 to all ranks at the start.",
+            "Version 1: send rank 0's parameters and buffers to all ranks at the start.",
             "true",
         ),
         _fsdp(
@@ -155,7 +157,7 @@ FSDP = Group(
         _fsdp(
             "fsdp_activation_checkpointing_offload",
             "truth",
-            "Version 2, with activation checkpointing: move the inputs that are kept to host memory.",
+            "Version 2, with activation checkpointing: keep the saved inputs in host memory.",
             "false",
         ),
     ),
@@ -173,18 +175,19 @@ def _deepspeed(name: str, kind: str, help: str, variable: str | None = None, **m
 
 DEEPSPEED = Group(
     "DeepSpeed",
-    "ZeRO and offloading with DeepSpeed; only with --use_deepspeed.",
+    "ZeRO and offloading with DeepSpeed (with --use_deepspeed).",
     (
         _deepspeed(
             "deepspeed_config_file",
             "text",
-            "JSON file with a configuration of DeepSpeed.",
+            "JSON file with a DeepSpeed configuration.",
             question="DeepSpeed JSON file (empty: none)",
         ),
         _deepspeed(
             "zero_stage",
             "int",
-            "ZeRO stage: 0, 1 (shards optimizer states), 2 (also gradients) or 3 (also parameters).",
+            "ZeRO stage: 0, 1 (shards optimizer states), 2 (also shards gradients) or 3 (also "
+            "shards parameters).",
             least=0,
             greatest=3,
             question="ZeRO stage",
@@ -192,31 +195,31 @@ DEEPSPEED = Group(
         _deepspeed(
             "offload_optimizer_device",
             "text",
-            "Where optimizer states are offloaded to: none, cpu or nvme.",
+            "Where to offload optimizer states: none, cpu or nvme.",
             choices=_OFFLOAD,
-            question="Where are optimizer states stored?",
+            question="Where should optimizer states be stored?",
         ),
         _deepspeed(
             "offload_param_device",
             "text",
-            "Where parameters are offloaded to (stage 3): none, cpu or nvme.",
+            "Where to offload parameters (stage 3): none, cpu or nvme.",
             choices=_OFFLOAD,
-            question="Where are parameters stored?",
+            question="Where should parameters be stored?",
         ),
         _deepspeed(
             "offload_optimizer_nvme_path",
             "text",
-            "Folder on an NVMe disk to which optimizer states are offloaded.",
+            "Folder on an NVMe disk for offloaded optimizer states.",
         ),
         _deepspeed(
             "offload_param_nvme_path",
             "text",
-            "Folder on an NVMe disk to which parameters are offloaded.",
+            "Folder on an NVMe disk for offloaded parameters.",
         ),
         _deepspeed(
             "gradient_clipping",
             "float",
-            "Largest norm of the gradients.",
+            "Maximum gradient norm, above which gradients are clipped.",
             "ACCELERATE_GRADIENT_CLIPPING",
             variable_words=("auto",),
         ),
@@ -234,26 +237,27 @@ DEEPSPEED = Group(
         _deepspeed(
             "deepspeed_hostfile",
             "text",
-            "Host file of DeepSpeed's launcher, for several machines.",
+            "Host file for DeepSpeed's launcher, for runs on several machines.",
             "",
         ),
         _deepspeed(
             "deepspeed_exclusion_filter",
             "text",
-            "Hosts and GPUs of the host file that are not used, in DeepSpeed's notation (host1@host2:0,1).",
+            "Hosts and GPUs of the host file to exclude, in DeepSpeed's notation "
+            "(host1@host2:0,1).",
             "",
         ),
         _deepspeed(
             "deepspeed_inclusion_filter",
             "text",
-            "Hosts and GPUs of the host file that are used, in the same notation.",
+            "Hosts and GPUs of the host file to use, in the same notation.",
             "",
         ),
         _deepspeed(
             "deepspeed_multinode_launcher",
             "text",
-            "Program with which DeepSpeed starts processes on other machines: pdsh, standard, openmpi, "
-            "mvapich, mpich, slurm, ...",
+            "Program that DeepSpeed uses to start processes on other machines: pdsh, standard, "
+            "openmpi, mvapich, mpich, slurm, ...",
             "",
         ),
         _deepspeed(
@@ -275,7 +279,7 @@ def _megatron(short: str, kind: str, help: str, default: Any = None, **more: Any
 
 MEGATRON = Group(
     "Megatron-LM",
-    "Training with Megatron-LM; only with --use_megatron_lm.",
+    "Training with Megatron-LM (with --use_megatron_lm).",
     (
         _megatron(
             "tp_degree", "int", "Tensor parallel size.", 1, least=1, question="Tensor parallel size"
@@ -286,7 +290,7 @@ MEGATRON = Group(
         _megatron(
             "overlap_cpu_optimizer_d2h_h2d",
             "truth",
-            "Overlap the copies between device and host of an offloaded optimizer with computation.",
+            "Overlap an offloaded optimizer's copies between device and host with computation.",
             False,
         ),
         _megatron("no_save_optim", "truth", "Do not save the optimizer in checkpoints.", False),
@@ -331,11 +335,16 @@ MEGATRON = Group(
             "truth",
             "Shard the optimizer over the data parallel ranks.",
         ),
-        _megatron("gradient_clipping", "float", "Largest norm of the gradients.", 1.0),
+        _megatron(
+            "gradient_clipping",
+            "float",
+            "Maximum gradient norm, above which gradients are clipped.",
+            1.0,
+        ),
         _megatron(
             "recompute_granularity",
             "text",
-            "Activations that are recomputed: full (of entire layers) or selective (of attention only).",
+            "Activations to recompute: full (of entire layers) or selective (only of attention).",
             choices=("full", "selective"),
         ),
         _megatron(
@@ -347,7 +356,8 @@ MEGATRON = Group(
         _megatron(
             "recompute_num_layers",
             "int",
-            "Number of layers in a group (uniform), or of recomputed layers in a stage (block).",
+            "Number of layers in a group (uniform), or number of recomputed layers in a stage "
+            "(block).",
         ),
         _megatron("attention_backend", "truth", "Use the faster implementations of attention."),
         _megatron("expert_model_parallel_size", "int", "Expert parallel size.", least=1),
@@ -392,8 +402,8 @@ def _parallelism(
 
 PARALLELISM = Group(
     "parallelism",
-    "Sizes of data, tensor, context, sequence and pipeline parallelism, which multiply to the number of processes. "
-    "A size above 1 switches --use_parallelism_config on.",
+    "Sizes of data, tensor, context, sequence and pipeline parallelism. Their product is the "
+    "number of processes. A size above 1 turns on --use_parallelism_config.",
     (
         _parallelism(
             "dp_replicate_size",
@@ -413,14 +423,15 @@ PARALLELISM = Group(
             "int",
             "Tensor parallel size.",
             1,
-            question="Split each matrix over how many processes?",
+            question="Over how many processes should each matrix be split?",
         ),
         _parallelism(
             "cp_size",
             "int",
             "Context parallel size.",
             1,
-            question="Split the sequence over how many processes, exchanging keys and values?",
+            question="Over how many processes should the sequence be split, exchanging keys and "
+            "values?",
         ),
         _parallelism(
             "cp_backend",
@@ -442,7 +453,7 @@ PARALLELISM = Group(
             "int",
             "Sequence parallel size.",
             1,
-            question="Split the sequence over how many processes, exchanging heads?",
+            question="Over how many processes should the sequence be split, exchanging heads?",
         ),
         _parallelism(
             "sp_backend",
@@ -461,15 +472,15 @@ PARALLELISM = Group(
         _parallelism(
             "sp_seq_length_is_variable",
             "truth",
-            "The sequences of batches differ in length.",
+            "Batches have sequences of different lengths.",
             True,
             "sp",
         ),
         _parallelism(
             "sp_attn_implementation",
             "text",
-            "Attention implementation of sequence parallelism: sdpa, flash_attention_2, flash_attention_3, "
-            "or a kernel of the Hub (owner/name).",
+            "Attention implementation of sequence parallelism: sdpa, flash_attention_2, "
+            "flash_attention_3, or a kernel from the Hub (owner/name).",
             "sdpa",
             "sp",
             check=_sp_attention,
@@ -479,7 +490,7 @@ PARALLELISM = Group(
             "int",
             "Pipeline parallel size.",
             1,
-            question="Split the layers over how many processes?",
+            question="Over how many processes should the layers be split?",
         ),
         _parallelism(
             "pp_schedule",
@@ -492,7 +503,8 @@ PARALLELISM = Group(
         _parallelism(
             "pp_loss_reduction",
             "text",
-            "How the loss of a batch follows from the losses of its micro-batches. gpipe does not use it.",
+            "How to compute the loss of a batch from the losses of its micro-batches. gpipe does "
+            "not use this option.",
             None,
             "pp",
             choices=("mean", "sum"),
@@ -522,18 +534,18 @@ FP8_OPTIONS: tuple[Option, ...] = (
         "Library that computes in 8-bit floats: ao (torchao), te (Transformer Engine) or msamp (MS-AMP).",
         choices=("ao", "te", "msamp"),
     ),
-    _fp8("use_autocast_during_eval", "switch", "Use 8-bit floats in evaluation mode too.", False),
+    _fp8("use_autocast_during_eval", "switch", "Also use 8-bit floats in evaluation mode.", False),
     _fp8(
         "margin",
         "int",
-        "Transformer Engine: scaling factors are divided by 2 to the power of this margin.",
+        "Transformer Engine: divide scaling factors by 2 to the power of this margin.",
         0,
         least=0,
     ),
     _fp8(
         "interval",
         "int",
-        "Transformer Engine: number of steps between two updates of the scaling factors.",
+        "Transformer Engine: number of steps between updates of the scaling factors.",
         1,
         least=1,
     ),
@@ -548,15 +560,16 @@ FP8_OPTIONS: tuple[Option, ...] = (
     _fp8(
         "amax_history_len",
         "int",
-        "Transformer Engine: number of steps for which the largest absolute values (amax) are kept.",
+        "Transformer Engine: number of steps for which the maximum absolute values (amax) are "
+        "kept.",
         1024,
         least=1,
     ),
     _fp8(
         "amax_compute_algo",
         "text",
-        "Transformer Engine: which of the kept values sets the scaling factor, the largest one or the "
-        "most recent one.",
+        "Transformer Engine: which of the kept values sets the scaling factor: the largest (max) "
+        "or the most recent one.",
         "most_recent",
         choices=("max", "most_recent"),
     ),

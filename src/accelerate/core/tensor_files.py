@@ -96,7 +96,7 @@ def parse_header(content: bytes | bytearray, total: int) -> Header:
     """What a file of `total` bytes holds that begins with `content`. Raises CorruptFile as `read_header` does."""
     length = int.from_bytes(content[:8], "little")
     if len(content) < 8 + length:
-        raise CorruptFile("it is not a safetensors file, or it is cut short")
+        raise CorruptFile("it is not a safetensors file, or it is truncated")
     text = content[8 : 8 + length]
     try:
         data = json_text.parse(text)
@@ -115,7 +115,8 @@ def parse_header(content: bytes | bytearray, total: int) -> Header:
         raise CorruptFile(f"its safetensors header cannot be read ({why})") from error
     if foreign:
         raise CorruptFile(
-            f"its header has {foreign[0][:80]} as another name of a tensor that it does not hold"
+            f"its header names {foreign[0][:80]} as an alias of a tensor that the file does not "
+            "contain"
         )
     _check_entries(entries, total - 8 - length)
     return header
@@ -125,7 +126,7 @@ def _entry(row: JSONObject) -> TensorEntry:
     start, end = row["data_offsets"]
     numbers = (start, end, *row["shape"])
     if any(type(number) is not int or not 0 <= number < 1 << 62 for number in numbers):
-        raise ValueError(f"{str(row)[:100]} holds something that is not a size")
+        raise ValueError(f"{str(row)[:100]} contains a value that is not a size")
     return TensorEntry(BY_NAME[row["dtype"]], tuple(row["shape"]), start, end)
 
 
@@ -134,10 +135,10 @@ def _check_entries(entries: Mapping[str, TensorEntry], size: int) -> None:
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         size_of = math.prod(entry.shape) * entry.dtype.itemsize
         if entry.start != at or entry.end - entry.start != size_of:
-            raise CorruptFile(f"its header places the tensor {name} wrongly")
+            raise CorruptFile(f"its header has a wrong position for the tensor {name}")
         at = entry.end
     if at != size:
-        raise CorruptFile(f"it holds {size} bytes of tensors where its header names {at}")
+        raise CorruptFile(f"it contains {size} bytes of tensors, but its header declares {at}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -152,7 +153,7 @@ def torch_dtype(name: object) -> torch.dtype:
     else:
         found = None
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{str(name)[:80]!r} is not a dtype of this torch")
+        raise ValueError(f"{str(name)[:80]!r} is not a dtype of this torch version")
     return found
 
 
@@ -160,7 +161,7 @@ def tensor_dtype(name: object) -> torch.dtype:
     """The dtype of a tensor in a document. Torch ends the process for tensors of some dtypes that it cannot read."""
     found = torch_dtype(name)
     if found not in NAMES:
-        raise ValueError(f"tensors of dtype {name} are not saved")
+        raise ValueError(f"tensors of dtype {name} cannot be saved")
     return found
 
 

@@ -65,7 +65,8 @@ class Topology(NamedTuple):
                 else:
                     given, absent = ("WORLD_SIZE", "RANK")
                 raise ConfigurationError(
-                    f"{given} is set and {absent} is not: set both for each process, or neither to run alone"
+                    f"{given} is set but {absent} is not: set both for each process, or neither "
+                    "to run a single process"
                 )
         return Topology()
 

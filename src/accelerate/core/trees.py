@@ -99,7 +99,7 @@ def map_leaves(
         )
     if strict is not None:
         raise TypeError(
-            f"{strict} takes tensors, or lists, tuples, mappings and dataclasses of them; it was given a "
+            f"{strict} takes tensors, or lists, tuples, mappings and dataclasses of them, not a "
             f"{type(data).__module__}.{type(data).__qualname__}"
         )
     return data
@@ -150,10 +150,13 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Iterable[Any] | None = None,
 ) -> Any:
-    """Nested data with every tensor (or object with a `.to` method) moved to `device`.
+    """Return nested data with every tensor (or object with a `.to` method) moved to `device`.
 
-    `skip_keys` are keys of mappings whose values stay where they are. With `non_blocking` the copy overlaps with
-    the host where the source is pinned.
+    `skip_keys` are keys of mappings whose values stay where they are. With `non_blocking`, the copy overlaps
+    with work on the host if the source is pinned.
+
+    Example:
+        batch = send_to_device(batch, accelerator.device, non_blocking=True)
     """
     if isinstance(tensor, torch.Tensor):
         return tensor.to(device, non_blocking=non_blocking)
@@ -175,7 +178,7 @@ def send_to_device(
 
 
 def find_device(data: Any) -> torch.device | None:
-    """The device of the first tensor in nested `data`, or None where there is none."""
+    """The device of the first tensor in nested `data`, or None."""
     found = first_leaf(data)
     return None if found is None else found.device
 
@@ -202,7 +205,7 @@ def find_batch_size(data: Any) -> int | None:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """`find_batch_size`, or None where there is no batch size to find."""
+    """The result of `find_batch_size`, or None if there is no batch size."""
     try:
         return find_batch_size(data)
     except (ValueError, TypeError, IndexError):
@@ -210,7 +213,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def listify(data: Any) -> Any:
-    """Nested data with every tensor as a Python list (or number)."""
+    """Convert every tensor in nested data to a Python list (or number)."""
 
     def as_list(tensor: torch.Tensor) -> Any:
         tensor = tensor.detach().cpu()
@@ -223,7 +226,7 @@ def listify(data: Any) -> Any:
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Nested data with every fp16 or bf16 tensor as fp32."""
+    """Convert every fp16 or bf16 tensor in nested data to fp32."""
 
     def is_half(leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float16, torch.bfloat16)
@@ -232,7 +235,7 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:
-    """A list of equally structured nested data as one, each tensor concatenated along `dim`.
+    """Concatenate the tensors of equally structured nested data along `dim`.
 
     Leaves that are not tensors cannot be joined: a list of one entry returns them unchanged, a longer one raises
     TypeError.
@@ -257,7 +260,7 @@ def slice_tensors(
     process_index: int | None = None,
     num_processes: int | None = None,
 ) -> Any:
-    """Nested data with every tensor cut by `tensor_slice` along dimension 0."""
+    """Slice every tensor in nested data by `tensor_slice` along dimension 0."""
     return map_leaves(lambda leaf: leaf[tensor_slice], data)
 
 

@@ -135,10 +135,11 @@ class BatchAssigner:
         shards = self.cut.shards
         if self.cut.split:
             raise ValueError(
-                "split_batches=True splits each batch, and a batch of this loader cannot be split into samples: it "
-                "has neither tensors nor lists with an element for each sample, or a tensor of another length, a "
-                "sparse or nested one, or a PackedSequence. Use split_batches=False, dispatch_batches=False, or "
-                "slice_fn_for_dispatch"
+                "split_batches=True splits each batch, but a batch of this loader cannot be "
+                "split into samples: it does not contain tensors or lists with one element per "
+                "sample, or it contains a tensor of a different length, a sparse or nested "
+                "tensor, or a PackedSequence. Use split_batches=False, dispatch_batches=False, "
+                "or slice_fn_for_dispatch"
             )
         if self.cut.even:
             return completed(group, shards, head)

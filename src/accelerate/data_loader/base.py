@@ -13,7 +13,7 @@ from ..state import GradientState
 
 
 class DataLoaderStateMixin:
-    """The attributes of the batch that a loader yielded last, and the loader's registration with the gradient state.
+    """The attributes of the last batch of a loader, and the loader's registration with the gradient state.
 
     Attributes:
         end_of_dataloader: this batch is the last one.
@@ -62,7 +62,7 @@ class DataLoaderStateMixin:
 
 
 class DataLoaderAdapter:
-    """A proxy of a torch loader (`base_dataloader`): an instance of its class to `isinstance`, with its attributes.
+    """A proxy of a torch loader (`base_dataloader`) with its attributes, which is an instance of its class.
 
     Args:
         dataset: the dataset.
@@ -90,7 +90,9 @@ class DataLoaderAdapter:
         if name == "base_dataloader":
             raise AttributeError(name)
         if name == "total_batch_size":
-            raise AttributeError("total_batch_size: the batches of this loader have no fixed size")
+            raise AttributeError(
+                "total_batch_size: the batches of this loader do not have a fixed size"
+            )
         return getattr(self.base_dataloader, name)
 
     @property  # type: ignore[misc]
@@ -122,6 +124,7 @@ def check_loader(dataloader: Any, who: str) -> None:
     """Raise ConfigurationError for anything that is not a torch loader."""
     if not isinstance(dataloader, DataLoader):
         raise ConfigurationError(
-            f"{who} takes a torch.utils.data.DataLoader; it was given a {type(dataloader).__module__}."
-            f"{type(dataloader).__qualname__}. Wrap the dataset in a DataLoader first."
+            f"{who} takes a torch.utils.data.DataLoader, not a "
+            f"{type(dataloader).__module__}.{type(dataloader).__qualname__}. Wrap the dataset in "
+            "a DataLoader first."
         )

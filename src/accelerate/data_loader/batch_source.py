@@ -102,7 +102,7 @@ def pin_device(loader: Any) -> str | None:
     if not loader.pin_memory:
         return None
     if not torch.accelerator.is_available():
-        warn("pin_memory=True is set, but no accelerator is found: memory is not pinned.")
+        warn("pin_memory=True has no effect without an accelerator: memory is not pinned.")
         return None
     kind = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
     if kind == "mps":
@@ -623,8 +623,8 @@ def _checked_batches(
     for batch in batches:
         if not meter.started:
             raise PrepareError(
-                f"{type(loader).__name__} does not use its `batch_sampler`, so its batches cannot be split between "
-                "processes. Let the main process read it (dispatch_batches=True), or pass a torch DataLoader to "
-                "`prepare`."
+                f"{type(loader).__name__} does not use its `batch_sampler`, so its batches cannot "
+                "be split between processes. Let the main process read all batches "
+                "(dispatch_batches=True), or pass a torch DataLoader to `prepare`."
             )
         yield batch

@@ -143,8 +143,9 @@ class DataLoaderDispatcher(PreparedLoader):
         if not is_distributed():
             if plan.cut.shards > 1:
                 raise ConfigurationError(
-                    f"dispatch_batches=True sends batches from rank 0 to {plan.cut.shards} shards, and this process "
-                    "is in no process group: start the script on several processes, or use dispatch_batches=False"
+                    f"dispatch_batches=True sends batches from rank 0 to {plan.cut.shards} "
+                    "shards, but this process does not belong to a process group: start the "
+                    "script on several processes, or use dispatch_batches=False"
                 )
             return self._source.open(plan, order, start)
         channel = BatchChannel(plan.cut.index)

@@ -600,8 +600,9 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
         if not saved.in_epoch or None in (saved.sampler, sampler) or saved.sampler == sampler:
             return []
         return [
-            f"was saved in the middle of an epoch with the sampler {saved.sampler}, and has {sampler} here, which "
-            "orders the rest of that epoch: samples may be read twice or not at all"
+            f"was saved in the middle of an epoch with the sampler {saved.sampler} but has "
+            f"{sampler} here, which orders the rest of that epoch: some samples may be read twice "
+            "or not at all"
         ]
 
     @property
@@ -638,14 +639,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin, LoaderOptions):
         split = stream.split
         if split is not None and (split.workers > 1 or self._source.workers > 1):
             raise CheckpointError(
-                f"the position was saved by {split.shards} processes that each read a shard of the dataset, with "
-                f"{split.workers} worker(s). The rest of its epoch can be read by other numbers of processes and "
-                "workers only if there is at most one worker: use the same numbers for this epoch"
+                f"the position was saved by {split.shards} processes that each read a shard of "
+                f"the dataset, with {split.workers} worker(s). A different number of processes or "
+                "workers can read the rest of the epoch only with at most one worker: use the "
+                "same numbers for this epoch"
             )
 
 
 class DataLoaderShard(PreparedLoader):
-    """The loader of one shard: every process reads its own samples.
+    """A loader for one shard: every process reads its own samples.
 
     Args:
         dataset: the dataset.

@@ -74,7 +74,7 @@ def _each_once(
     remainder = loader.remainder
     if remainder == -1:
         logger.info(
-            "The length of the dataset is not known, so rows that fill the last batch are not removed."
+            "The length of the dataset is unknown, so rows that pad the last batch are not removed."
         )
     if remainder <= 0:
         return gathered
@@ -98,8 +98,9 @@ def _real_rows(rows: int, samples: int, filled: int) -> int:
         return rows // filled * samples
     if rows > filled > samples:
         warn(
-            f"gather_for_metrics: {rows} rows are not a multiple of the {filled} samples in the last step, so rows "
-            f"that fill it cannot be told from others: the first {samples} are returned"
+            f"gather_for_metrics: {rows} rows are not a multiple of the {filled} samples in the "
+            "last step, so rows that pad it cannot be distinguished from the others: the first "
+            f"{samples} are returned"
         )
     return samples
 

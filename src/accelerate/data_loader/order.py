@@ -310,9 +310,10 @@ class RecordedOrder:
             return
         if not is_recorded(saved):
             raise CheckpointError(
-                f"this position is in the middle of an epoch whose order a {type(self.sampler).__name__} has drawn, "
-                "and does not contain that order. Load a position that was saved between two epochs, or call "
-                "set_epoch on this loader to begin a new epoch."
+                "this position is in the middle of an epoch whose order a "
+                f"{type(self.sampler).__name__} drew, but does not contain that order. Load a "
+                "position that was saved between two epochs, or call set_epoch on this loader to "
+                "start a new epoch."
             )
         if "sampler" in saved and keeps_state(self.sampler):
             self.sampler.load_state_dict(copy.deepcopy(saved["sampler"]))

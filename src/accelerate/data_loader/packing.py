@@ -65,10 +65,11 @@ def pack(
         loader = accelerator.prepare(DataLoader(rows, batch_size=2, shuffle=True))
     """
     if not isinstance(length, int) or length < 1:
-        raise ConfigurationError(f"pack: length must be a positive integer, and is {length!r}")
+        raise ConfigurationError(f"pack: length must be a positive integer, not {length!r}")
     if not hasattr(dataset, "__len__") or not len(dataset):
         raise ConfigurationError(
-            f"pack: the dataset must be map-style, with at least one document, and is a {type(dataset).__name__}"
+            "pack: the dataset must be map-style and contain at least one document; this is a "
+            f"{type(dataset).__name__}"
         )
     if lengths is None:
         lengths = []
@@ -78,13 +79,13 @@ def pack(
     sizes = checked_lengths(lengths, "pack")
     if len(sizes) != len(dataset):
         raise ConfigurationError(
-            f"pack: lengths has {len(sizes)} values, and there are {len(dataset)} documents"
+            f"pack: lengths has {len(sizes)} values, but there are {len(dataset)} documents"
         )
     longest = int(sizes.argmax())
     if sizes[longest] > length and not split_long:
         raise ConfigurationError(
-            f"pack: document {longest} has {sizes[longest]} tokens, and a row has {length}. Use longer rows, or "
-            "split_long=True"
+            f"pack: document {longest} has {sizes[longest]} tokens, but a row has {length}. Use "
+            "longer rows or split_long=True"
         )
     if fields is None:
         fields = _per_token_fields(_fields_of(dataset, 0), int(sizes[0]))
@@ -183,18 +184,19 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         for name in self.fields:
             if name not in sample:
                 raise ConfigurationError(
-                    f"pack: document {document} has no {name}, but {', '.join(map(str, sample))}"
+                    f"pack: document {document} does not have {name}; it has "
+                    f"{', '.join(map(str, sample))}"
                 )
             values = torch.as_tensor(sample[name])
             if len(values) != tokens or tokens < start + size:
                 raise ConfigurationError(
-                    f"pack: {name} of document {document} has {len(values)} values, and the document has "
-                    f"{max(tokens, start + size)} tokens"
+                    f"pack: {name} of document {document} has {len(values)} values, but the "
+                    f"document has {max(tokens, start + size)} tokens"
                 )
             if name == "input_ids" and (values.dim() != 1 or values.is_floating_point()):
                 raise ConfigurationError(
-                    f"pack: input_ids of document {document} must be 1-D integers, and are {values.dtype} of shape "
-                    f"{list(values.shape)}"
+                    f"pack: input_ids of document {document} must be 1-D integers, but are "
+                    f"{values.dtype} of shape {list(values.shape)}"
                 )
             if name in self.filling:
                 values = values.long()
@@ -233,7 +235,8 @@ def _fields_of(dataset: Any, number: int) -> Mapping[str, Any]:
         return {"input_ids": document}
     if "input_ids" not in document:
         raise ConfigurationError(
-            f"pack: document {number} has no input_ids, but {', '.join(map(str, document))}"
+            f"pack: document {number} does not have input_ids; it has "
+            f"{', '.join(map(str, document))}"
         )
     return document
 
@@ -250,7 +253,8 @@ def _per_token_fields(document: Mapping[str, Any], tokens: int) -> list[str]:
     if "input_ids" not in fields:
         ids = document["input_ids"]
         raise ConfigurationError(
-            f"pack: input_ids of document 0 must be {tokens} integers, and is a {type(ids).__name__} of {len(ids)}"
+            f"pack: input_ids of document 0 must be {tokens} integers, but is a "
+            f"{type(ids).__name__} of {len(ids)}"
         )
     return fields
 
@@ -290,12 +294,13 @@ def checked_lengths(lengths: Any, owner: str) -> Integers:
     values = np.asarray(lengths)
     if values.ndim != 1 or not len(values) or values.dtype.kind not in "iu":
         raise ConfigurationError(
-            f"{owner}: lengths must be one integer for each document, and are {values.dtype} of shape "
-            f"{list(values.shape)}"
+            f"{owner}: lengths must be one integer for each document, but are {values.dtype} of "
+            f"shape {list(values.shape)}"
         )
     if values.min() < 1:
         document = int((values < 1).argmax())
         raise ConfigurationError(
-            f"{owner}: document {document} has the length {values[document]}: leave out empty documents"
+            f"{owner}: document {document} has the length {values[document]}: remove empty "
+            "documents"
         )
     return values.astype(np.int64)

@@ -64,7 +64,7 @@ def prepare_data_loader(
     torch_device_mesh: Any = None,
     exact: bool = False,
 ) -> DataLoader[Any]:
-    """Make a loader that reads this process's shard of `dataloader`'s data.
+    """Return a loader that reads this process's shard of `dataloader`'s data.
 
     With several shards, a sampler whose attribute `generator` is None gets a generator, and its seed is the next
     number of torch's global generator. It does not with `exact`, `dispatch_batches` or `use_seedable_sampler`.
@@ -109,15 +109,16 @@ def prepare_data_loader(
     _check_not_sharded(dataloader, cut)
     if data_seed is not None and not use_seedable_sampler:
         warn(
-            "data_seed is the seed of the seedable sampler: it has no effect without use_seedable_sampler=True"
+            "data_seed sets the seed of the seedable sampler: it has no effect without "
+            "use_seedable_sampler=True"
         )
     check_split(dataloader.dataset, cut.shards)
     splits_itself = cut.shards > 1 and is_split(dataloader.dataset)
     if splits_itself and (dispatch_batches or split_batches or exact):
         raise PrepareError(
-            f"this {type(dataloader.dataset).__name__} is split between the processes already (by "
-            "split_dataset_by_node, or by itself), and dispatch_batches, split_batches and exact need all samples: "
-            "give prepare a dataset that is not split"
+            f"this {type(dataloader.dataset).__name__} is already split between the processes (by "
+            "split_dataset_by_node, or by itself), but dispatch_batches, split_batches and exact "
+            "need all samples: pass prepare a dataset that is not split"
         )
     if dispatch_batches is None:
         dispatch_batches = is_iterable(dataloader) and put_on_device and not splits_itself
@@ -166,11 +167,11 @@ def prepare_data_loader(
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """Make a loader that skips the first `num_batches` of every pass, to continue in the middle of an epoch.
+    """Return a loader that skips the first `num_batches` of every pass, to continue in the middle of an epoch.
 
-    A map-style dataset is not read for them: only their indices are drawn. An iterable dataset is read. If a position
-    was loaded into `dataloader`, the new loader continues in that epoch's order, and not before that position. A
-    class that wraps a loader can define `without_first(num_batches)` to do this in its own way.
+    A map-style dataset does not read the skipped samples: only their indices are drawn. An iterable dataset does. If
+    a position was loaded into `dataloader`, the new loader continues in that epoch's order, and not before that
+    position. A class that wraps a loader can define `without_first(num_batches)` to do this in its own way.
 
     Args:
         dataloader: a loader, prepared or not.
@@ -248,10 +249,11 @@ def _check_not_sharded(dataloader: DataLoader[Any], cut: ShardSplit) -> None:
         replicas = getattr(sampler, "num_replicas", None)
         if isinstance(replicas, int) and replicas > 1:
             raise PrepareError(
-                f"this loader is sharded already: its {type(sampler).__name__} gives each of {replicas} "
-                f"processes a shard of the dataset, and splitting that between {cut.shards} processes would drop the "
-                "rest. Give the DataLoader no such sampler (use shuffle=True, or a sampler over the full dataset), "
-                "since `prepare` splits the data. Or do not prepare the loader."
+                f"this loader is already sharded: its {type(sampler).__name__} gives each of "
+                f"{replicas} processes a shard of the dataset, and splitting that between "
+                f"{cut.shards} processes would drop the rest. `prepare` splits the data, so "
+                "remove the sampler (use shuffle=True, or a sampler over the full dataset), or "
+                "do not prepare the loader."
             )
 
 
@@ -259,7 +261,8 @@ def _base(dataloader: DataLoader[Any], stateful: bool) -> Any:
     """A copy of the loader that may be changed: of its class, or of torchdata's with `stateful`."""
     if getattr(dataloader, "next_iter_state", None) is not None:
         raise PrepareError(
-            "a position was loaded into this loader before it was prepared: load it into the prepared one"
+            "a position was loaded into this loader before it was prepared: load it into the "
+            "prepared loader"
         )
     kind = loader_class(stateful)
     if isinstance(dataloader, kind):
@@ -339,18 +342,19 @@ def _shard_stream(base: Any, cut: ShardSplit, options: dict[str, Any]) -> Any:
 def _check_counted(base: Any, counted: bool) -> None:
     if not counted:
         raise PrepareError(
-            "exact=True counts samples, and this loader has batch_size=None, so the number of samples in its elements "
-            "is not known. Give the DataLoader a batch_size (or a BatchSampler as its sampler)."
+            "exact=True counts samples, but this loader has batch_size=None, so the number of "
+            "samples in its elements is unknown. Give the DataLoader a batch_size (or a "
+            "BatchSampler as its sampler)."
         )
     if not is_native(base):
         why = "it has a custom `__iter__`"
     elif not base.in_order:
-        why = "in_order=False gives batches in any order"
+        why = "in_order=False returns batches in any order"
     else:
         return
     raise PrepareError(
-        f"exact=True has to know which samples are in a batch of this {type(base).__name__}, and {why}: use a "
-        "torch DataLoader with in_order=True"
+        f"exact=True must know which samples are in a batch of this {type(base).__name__}, but "
+        f"{why}: use a torch DataLoader with in_order=True"
     )
 
 

@@ -105,8 +105,9 @@ def _concatenated(columns: list[Any]) -> Any:
 
 def _not_joined(what: str) -> ValueError:
     return ValueError(
-        f"the last batches of an epoch have {what}, which cannot be joined and split equally. Pad all samples to one "
-        "length, drop the last batch (drop_last=True), or use exact=True, which does not join batches."
+        f"the last batches of an epoch have {what}, which cannot be joined and split evenly. Pad "
+        "all samples to the same length, drop the last batch (drop_last=True), or use "
+        "exact=True, which does not join batches."
     )
 
 

@@ -30,7 +30,7 @@ class EpochSampler:
 
 
 class SeedableRandomSampler(EpochSampler, RandomSampler):
-    """Shuffles with the seed `data_seed + epoch`, so the order of an epoch does not depend on earlier draws.
+    """Shuffles with the seed `data_seed + epoch`, so that the order of an epoch does not depend on earlier draws.
 
     Without `set_epoch` the epoch increases by one after each complete pass.
 
@@ -59,7 +59,7 @@ class SeedableRandomSampler(EpochSampler, RandomSampler):
 
 
 class SkipBatchSampler(BatchSampler):
-    """The batches of `batch_sampler` without the first `skip_batches`, of which only the indices are drawn."""
+    """The batches of `batch_sampler` without the first `skip_batches`, whose indices are drawn but not used."""
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
@@ -97,7 +97,7 @@ def _is_wrapper(batch_sampler: Any) -> bool:
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """The sampler (of single indices) at the bottom of a loader, prepared or not; None where there is none."""
+    """The sampler of single indices that a loader (prepared or not) uses, or None."""
     batch_sampler = dataloader.batch_sampler
     if batch_sampler is None:
         return innermost(dataloader.sampler)
@@ -244,14 +244,15 @@ def check_divisible(batch_size: int | None, cut: ShardSplit, who: str) -> None:
         return
     if batch_size is None and not cut.exact:
         raise PrepareError(
-            f"{who}: split_batches=True splits each batch into {cut.shards} slices, and this loader has no batch "
-            "size. Give the DataLoader a `batch_size`, its batch sampler a `batch_size`, or use split_batches=False."
+            f"{who}: split_batches=True splits each batch into {cut.shards} slices, but this "
+            "loader does not have a batch size. Give the DataLoader or its batch sampler a "
+            "`batch_size`, or use split_batches=False."
         )
     if batch_size is not None and batch_size % cut.shards:
         raise PrepareError(
-            f"{who}: split_batches=True splits each batch into {cut.shards} slices (one for each process), and the "
-            f"batch size {batch_size} is not a multiple of {cut.shards}. Use one that is, another number of "
-            "processes, or split_batches=False."
+            f"{who}: split_batches=True splits each batch into {cut.shards} slices (one for each "
+            f"process), but the batch size {batch_size} is not a multiple of {cut.shards}. Change "
+            "the batch size or the number of processes, or use split_batches=False."
         )
 
 

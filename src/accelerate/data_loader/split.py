@@ -51,8 +51,9 @@ def check_split(dataset: Any, shards: int) -> None:
     world = PartialState().num_processes
     if world != shards:
         raise PrepareError(
-            f"this {type(dataset).__name__} gives each of {world} processes its own samples, and in this layout the "
-            f"data has {shards} shard(s): use a dataset that does not split itself, which rank 0 reads for all ranks"
+            f"this {type(dataset).__name__} gives each of {world} processes its own samples, but "
+            f"in this layout the data has {shards} shard(s): use a dataset that does not split "
+            "itself, which rank 0 reads for all ranks"
         )
 
 
@@ -134,8 +135,9 @@ class SplitLoader(DataLoaderShard):
             return
         if self.unsplit is None:
             raise CheckpointError(
-                "the position was saved with another number of processes or workers, and this dataset splits itself "
-                "(split_dataset_by_node, webdataset's split_by_node): use the same numbers for this epoch"
+                "the position was saved with a different number of processes or workers, but "
+                "this dataset splits itself (split_dataset_by_node, webdataset's split_by_node): "
+                "use the same numbers for this epoch"
             )
         super()._check_split(stream)
 
@@ -220,9 +222,9 @@ def equalized(
         if number == 0 and first is None:
             if ended:
                 raise PrepareError(
-                    f"the dataset's shard for process {ended[0]} of {cut.shards} has no samples. Let rank 0 read for "
-                    "all processes (dispatch_batches=True), or distribute the samples evenly over the dataset's "
-                    "shards."
+                    f"the dataset's shard for process {ended[0]} of {cut.shards} is empty. Let "
+                    "rank 0 read for all processes (dispatch_batches=True), or distribute the "
+                    "samples evenly over the dataset's shards."
                 )
             assert step is not None
             head = dataclasses.replace(step)

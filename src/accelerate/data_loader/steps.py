@@ -133,8 +133,8 @@ class Position:
         try:
             if state["format"] != FORMAT:
                 raise CheckpointError(
-                    f"the state of this data loader has format {state['format']}, and this version reads {FORMAT}: "
-                    "load it with the version that wrote it"
+                    f"the state of this data loader has format {state['format']}, but this "
+                    f"version reads {FORMAT}: load it with the version that wrote it"
                 )
             stream = StreamPosition(
                 int(state["consumed"]), turn=state.get("turn", 0), inner=state.get("inner")
@@ -167,22 +167,24 @@ class Position:
             return
         if self.unit != unit:
             raise CheckpointError(
-                f"the state counts {self.unit} of the epoch and this loader {unit}: it was saved with another kind of "
-                "batch sampler"
+                f"the state counts {self.unit} of the epoch, but this loader counts {unit}: the "
+                "state was saved with a different kind of batch sampler"
             )
         if self.total is not None and total is not None and self.total != total:
             raise CheckpointError(
-                f"the state was saved in the middle of an epoch over {self.total} {unit}, and this loader has "
-                f"{total}: with another dataset or sampler the rest of that epoch is not defined. Use the former "
-                "ones, or load a checkpoint that was saved between two epochs"
+                f"the state was saved in the middle of an epoch over {self.total} {unit}, but "
+                f"this loader has {total}: with a different dataset or sampler, the rest of that "
+                "epoch is undefined. Use the same dataset and sampler, or load a checkpoint that "
+                "was saved between two epochs"
             )
         saved_workers = self.stream.workers
         if workers is None or saved_workers is None:
             return
         if len(saved_workers) != workers:
             raise CheckpointError(
-                f"the state was saved with {len(saved_workers)} worker(s), each with its shard of an iterable "
-                f"dataset, and this loader has {workers}: set num_workers={len(saved_workers)} for this epoch"
+                f"the state was saved with {len(saved_workers)} worker(s), each with its shard of "
+                f"an iterable dataset, but this loader has {workers}: set "
+                f"num_workers={len(saved_workers)} for this epoch"
             )
 
 

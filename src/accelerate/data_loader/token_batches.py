@@ -64,8 +64,8 @@ class TokenBatchSampler(EpochSampler, Sampler[list[int]]):
         longest = int(self.lengths.argmax())
         if self.lengths[longest] > tokens_per_batch:
             raise ConfigurationError(
-                f"TokenBatchSampler: document {longest} has {self.lengths[longest]} tokens, and a batch at most "
-                f"{tokens_per_batch}"
+                f"TokenBatchSampler: document {longest} has {self.lengths[longest]} tokens, but a "
+                f"batch holds at most {tokens_per_batch}"
             )
         # So many batches are enough in every epoch: the sizes that `_distribute` finds for the exact lengths do not
         # depend on the order of documents that have the same length.

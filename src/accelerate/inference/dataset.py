@@ -116,7 +116,10 @@ def map_dataset(
                     bar.update(queue.count(len(positions)) - bar.n)
                 _write_part(folder / _name(number, file_format), rows, number * part_size)
             agreement.exchange(
-                "the end", None, timeout, "It may still compute: raise the timeout of map_dataset."
+                "the end",
+                None,
+                timeout,
+                "It may still be computing: increase the timeout of map_dataset.",
             )
             bar.update(queue.count(0) - bar.n)
         numbers: Any = None
@@ -134,11 +137,11 @@ def map_dataset(
 def _check_arguments(dataset: Any, batch_size: int, part_size: int, file_format: str) -> None:
     if isinstance(dataset, DataLoader):
         raise ConfigurationError(
-            "map_dataset: dataset is a DataLoader: give its dataset, and batch_size"
+            "map_dataset: dataset is a DataLoader: pass its dataset and batch_size"
         )
     if isinstance(dataset, Mapping):
         raise ConfigurationError(
-            f"map_dataset: dataset is a {type(dataset).__name__}: give one of its datasets"
+            f"map_dataset: dataset is a {type(dataset).__name__}: pass one of its datasets"
         )
     if min(batch_size, part_size) < 1:
         raise ConfigurationError(f"map_dataset: {batch_size=} and {part_size=} must be at least 1")
@@ -247,7 +250,7 @@ def _claim(
     except FileNotFoundError:
         if present:
             raise ConfigurationError(
-                f"{folder} has parts, but no {PLAN}: choose another folder"
+                f"{folder} has parts but not {PLAN}: choose another folder"
             ) from None
         with atomic_write(folder / PLAN, "w") as file:
             json.dump({**plan, "origin": origin}, file)
@@ -259,13 +262,14 @@ def _claim(
             former_origin = former.pop("origin", {})
         if former != plan:
             raise ConfigurationError(
-                f"{folder} was written with {former}, now it is {plan}: choose another folder"
+                f"{folder} was written with {former}, but now it is {plan}: choose another folder"
             )
         changed = [what for what in origin if former_origin.get(what, origin[what]) != origin[what]]
         if changed and present:
             warn(
-                f"map_dataset: {folder} has {len(present)} complete parts of a run with another "
-                f"{' and '.join(changed)}. They are kept: choose another folder to compute them again"
+                f"map_dataset: {folder} has {len(present)} complete parts of a run with a "
+                f"different {' and '.join(changed)}. They were kept: choose another folder to "
+                "compute them again"
             )
     for leftover in folder.glob(".part-*.tmp"):
         leftover.unlink(missing_ok=True)
@@ -298,8 +302,8 @@ def _json(record: dict[str, Any]) -> str:
         with_null = json.loads(json.dumps(record, default=_plain), parse_constant=constants.append)
         if set(constants) - {"NaN"}:
             warn(
-                "map_dataset: infinite numbers are written as null, because JSON does not have them: "
-                "file_format='parquet' keeps them",
+                "map_dataset: infinite numbers are written as null, because JSON does not "
+                "support them. file_format='parquet' keeps them",
                 every_rank=True,
             )
         text = json.dumps(with_null, ensure_ascii=False)
@@ -328,7 +332,8 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(
-        f"an object of type {type(value).__name__} is neither a number, a text, a list, a dictionary nor a tensor"
+        f"an object of type {type(value).__name__} is not a number, string, list, dictionary or "
+        "tensor"
     )
 
 
@@ -461,12 +466,13 @@ def _rows(result: Any, count: int, name: str = "") -> list[Any]:
         result = result.tolist()
     if not isinstance(result, Sequence) or isinstance(result, str):
         raise PrepareError(
-            f"map_dataset: the function returned {returned}{name} for {count} samples: return a row for each"
+            f"map_dataset: the function returned {returned}{name} for {count} samples: return one "
+            "row per sample"
         )
     if len(result) != count:
         raise PrepareError(
-            f"map_dataset: the function returned {returned} with {len(result)} rows{name} for {count} samples: return "
-            "a row for each"
+            f"map_dataset: the function returned {returned} with {len(result)} rows{name} for "
+            f"{count} samples: return one row per sample"
         )
     return list(result)
 

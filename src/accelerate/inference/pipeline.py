@@ -45,7 +45,7 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool = False,
 ) -> nn.Module:
-    """Return `model` with a forward that all processes run together: each runs one stage, on micro-batches.
+    """Return `model` with a forward that all processes run together: each process runs one stage, on micro-batches.
 
     Every process must call this function, and later the model, with the same inputs. The batch size may vary. The
     modules of a stage are moved to the device of its process. On one process the model is returned unchanged.
@@ -59,13 +59,19 @@ def prepare_pippy(
             them) to find the order in which modules compute and the tensors that they share.
         example_kwargs: keyword inputs of the forward, used in the same way.
         num_chunks: the number of micro-batches. By default the number of processes.
-        gather_output: whether every process gets the output. Otherwise the last one does, and the others get None.
+        gather_output: whether every process gets the output. Otherwise only the last process gets it, and the others
+            get None.
 
     Returns:
-        The model. What its output has beside tensors and plain values, such as a cache, is None.
+        The model. Parts of its output that are not tensors or plain values, such as a cache, are None.
 
     Raises:
         PrepareError: the split points do not fit.
+
+    Example:
+        model = prepare_pippy(model, example_args=(inputs,))
+        with torch.no_grad():
+            outputs = model(inputs)  # on the last process
     """
     state = PartialState()
     model.eval()
@@ -76,7 +82,9 @@ def prepare_pippy(
         return model
     example = (example_args, dict(example_kwargs or {}))
     if trees.first_leaf(example) is None:
-        raise PrepareError("prepare_pippy needs example_args or example_kwargs: a batch of tensors")
+        raise PrepareError(
+            "prepare_pippy needs a batch of tensors as example_args or example_kwargs"
+        )
     disable_caches(model)
     unsplit = class_names(model, "no_split_module_classes", no_split_module_classes)
     points, plan = _cut(model, split_points, unsplit, example, state.num_processes)
@@ -167,8 +175,8 @@ def _refined(model: nn.Module, units: Sequence[Unit], points: Sequence[str]) -> 
 def _balanced(units: Sequence[Unit], order: Sequence[str], stages: int) -> list[str]:
     if len(order) < stages:
         raise PrepareError(
-            f"the model has {len(order)} units to split between, for {stages} processes: set split_points, or "
-            "start fewer processes"
+            f"the model has {len(order)} units to split among {stages} processes: set "
+            "split_points, or start fewer processes"
         )
     sizes = {unit.name: unit.size for unit in units}
     begins = balance([sizes[name] for name in order], stages)

@@ -44,7 +44,7 @@ def _environment(args: argparse.Namespace, settings: Settings) -> dict[str, str]
 
 
 def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """The command and environment of a script that runs as one process, or under mpirun with a host file."""
+    """The command and environment for a script that runs as one process, or under mpirun with a host file."""
     settings = _settings(args)
     command = _command(args)
     environment = _environment(args, settings)
@@ -63,7 +63,7 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
 
 
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
-    """The environment of several processes; `args` gets the names that torch's own runner reads."""
+    """The environment of several processes; sets the attributes of `args` that torch's launcher reads."""
     settings = _settings(args)
     if getattr(args, "training_script", None) is not None:
         _command(args)
@@ -89,7 +89,7 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
 
 
 def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
-    """The command of DeepSpeed's own starter (None where torch's starter is used) and the environment."""
+    """The command of DeepSpeed's launcher (None if torch's launcher is used) and the environment."""
     settings = _settings(args)
     environment = _environment(args, settings)
     only_deepspeed = {

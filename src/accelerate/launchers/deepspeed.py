@@ -18,7 +18,7 @@ from .spec import LaunchSpec, ProcessSpec, Program, check_host
 
 # The file from which DeepSpeed's starter takes the variables of the processes it starts elsewhere.
 ENVIRONMENT_FILE = ".deepspeed_env"
-_INSTEAD = "use --deepspeed_multinode_launcher standard, or put the text into a file"
+_INSTEAD = "use --deepspeed_multinode_launcher standard, or put the text in a file"
 
 
 def find_starter() -> str:
@@ -26,8 +26,8 @@ def find_starter() -> str:
     path = system.find_program("deepspeed")
     if path is None:
         raise ConfigurationError(
-            f"the program deepspeed is neither on the PATH nor in {os.path.dirname(sys.executable)}: "
-            "pip install deepspeed"
+            "the deepspeed program is neither on the PATH nor in "
+            f"{os.path.dirname(sys.executable)}: pip install deepspeed"
         )
     return path
 
@@ -68,8 +68,9 @@ class DeepSpeedLauncher(Launcher):
         hostfile = self.spec.deepspeed_hostfile
         if hostfile is None:
             raise ConfigurationError(
-                "the engine deepspeed needs --deepspeed_hostfile, the file with the hosts on which DeepSpeed's "
-                "launcher starts the processes; on this machine alone, --use_deepspeed needs no --engine"
+                "the deepspeed engine needs --deepspeed_hostfile, the file with the hosts on "
+                "which DeepSpeed's launcher starts the processes. On this machine alone, use "
+                "--use_deepspeed without --engine"
             )
         if not Path(hostfile).is_file():
             raise ConfigurationError(f"deepspeed_hostfile={hostfile!r} does not exist")
@@ -84,12 +85,12 @@ class DeepSpeedLauncher(Launcher):
                     r"[$`\\!\n]|%[hun%]" if " " in word else r"[^\w@%+=:,./~^-]|%[hun%]|^$", word
                 ):
                     raise ConfigurationError(
-                        f"DeepSpeed's pdsh launcher does not pass {word!r} on as it is: {_INSTEAD}"
+                        f"DeepSpeed's pdsh launcher does not pass on {word!r} unchanged: {_INSTEAD}"
                     )
             for name, text in self.spec.variables.items():
                 if re.search(r'["$`\\!]|%[hun%]', text or ""):
                     raise ConfigurationError(
-                        f"DeepSpeed's pdsh launcher does not pass {name}={text!r} on: {_INSTEAD}"
+                        f"DeepSpeed's pdsh launcher does not pass on {name}={text!r}: {_INSTEAD}"
                     )
         find_starter()
 

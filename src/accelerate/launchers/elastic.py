@@ -34,13 +34,16 @@ class ElasticLauncher(Launcher):
             and ":" not in self.spec.nnodes
         ):
             raise ConfigurationError(
-                "several machines need --main_process_ip, the address of the machine that holds the rendezvous"
+                "several machines need --main_process_ip, the address of the machine that hosts "
+                "the rendezvous"
             )
 
     def run(self) -> int:
         """Run this machine's share of the launch. Returns the exit code."""
         if self.spec.num_machines > 1 and not self.spec.main_process_ip_given:
-            messages.show("no --main_process_ip: only launches on this machine can join the run")
+            messages.show(
+                "without --main_process_ip, only launches on this machine can join the run"
+            )
         return run_with_store(self.spec, self._run_share)
 
     def _run_share(self, spec: LaunchSpec) -> int:

@@ -74,7 +74,7 @@ class Group(SharedStore):
         )
         self.cause_timeout: float = 3.0 + signs_of_life
         super().__init__(
-            "the machine that holds the rendezvous is lost or cannot be reached",
+            "the machine that hosts the rendezvous is lost or cannot be reached",
             self.cause_timeout + float(settings["heartbeat_timeout"]),
         )
         self.rendezvous = rendezvous
@@ -129,7 +129,7 @@ class Group(SharedStore):
             return 0
         if news.waiting and not self.change:
             machines_waiting = counted(news.waiting, "more machine")
-            self.change = f"{machines_waiting} to include: the group forms again"
+            self.change = f"{machines_waiting} to include: the group re-forms"
         if self.change:
             return max(1, news.waiting)
         return news.waiting
@@ -330,8 +330,9 @@ def _processes(launch: LaunchSpec, group: WorkerGroup, restarts: int) -> list[Pr
 def lost(where: str) -> str:
     """The message for the loss of the rendezvous."""
     return (
-        f"the machine at {where}, which holds the rendezvous, is gone or cannot be reached. No machine can continue "
-        "without it: start all of them again, there or with another --main_process_ip; the checkpoints are untouched"
+        f"the machine at {where}, which hosts the rendezvous, is gone or cannot be reached. The "
+        "run cannot continue without it: restart all machines, there or with another "
+        "--main_process_ip. The checkpoints are untouched"
     )
 
 
@@ -394,7 +395,7 @@ def run_agent(spec: LaunchSpec, address: str, settings: dict[str, str]) -> int:
     except RendezvousClosedError:
         if not agent.code:
             raise LaunchError(
-                f"the run {spec.rdzv_id!r} at {group.where} is over: there is nothing to join"
+                f"the run {spec.rdzv_id!r} at {group.where} has ended: there is nothing to join"
             ) from None
     except RendezvousTimeoutError:
         raise LaunchError(

@@ -38,7 +38,7 @@ _FOREIGN = (
 _REQUESTS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
 # By name: Windows has no SIGBUS.
 _MEANINGS = {
-    "SIGSEGV": "invalid memory access: a defect in native code, an extension or the driver",
+    "SIGSEGV": "invalid memory access: a bug in native code, an extension or the driver",
     "SIGABRT": "native code called abort(), as gloo does when ranks call different collectives",
     "SIGBUS": "shared memory (/dev/shm) is exhausted, or a memory-mapped file was truncated",
     "SIGKILL": "by the kernel when memory runs out, by a job scheduler, or by hand (see dmesg)",
@@ -299,7 +299,10 @@ def cause_of(
     message = message_of(output, rank)
     if message:
         if "torch/utils/data/dataloader.py" in output and "multiprocessing/connection.py" in output:
-            message += "\nA worker process of the data loader has died: killed for lack of memory, or crashed."
+            message += (
+                "\nA worker process of the data loader died: it crashed, or was killed "
+                "because memory ran out."
+            )
         return message
     lines = [line.strip() for line in plain_lines(output, rank) if line.strip()]
     if lines:

@@ -48,13 +48,13 @@ class KubernetesLauncher(Launcher):
         """Check what this engine requires."""
         if not self.spec.image:
             raise ConfigurationError(
-                "the kubernetes engine needs --image, the container image that holds the script"
+                "the kubernetes engine needs --image, the container image that contains the script"
             )
 
     def run(self) -> int:
         """Raise ConfigurationError: only --dry_run is supported."""
         raise ConfigurationError(
-            "the kubernetes engine writes a manifest and starts nothing: give --dry_run, and pipe it to "
+            "the kubernetes engine only writes a manifest: add --dry_run, and pipe the output to "
             "kubectl apply -f -"
         )
 

@@ -71,7 +71,7 @@ class LocalLauncher(Launcher):
                 if (env.get_int(source.world_size) or 1) > 1:
                     sizes.append(source.world_size)
             if sizes and not self.spec.quiet:
-                messages.show(f"{sizes[0]} is set, and one process was requested: it runs alone")
+                messages.show(f"{sizes[0]} is set, but one process was requested: it runs alone")
         return variables
 
 

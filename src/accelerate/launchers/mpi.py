@@ -87,7 +87,7 @@ def first_host(hostfile: str) -> str:
         check_host(name, f"mpirun_hostfile={hostfile!r}")
     if names:
         return names[0].split(":")[0]
-    raise ConfigurationError(f"mpirun_hostfile={hostfile!r} names no host")
+    raise ConfigurationError(f"mpirun_hostfile={hostfile!r} does not contain any hosts")
 
 
 class MpiLauncher(Launcher):

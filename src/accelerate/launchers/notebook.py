@@ -121,8 +121,9 @@ def notebook_launcher(
     on_tpu = is_torch_xla_available(check_is_tpu=True)
     if return_values and (elastic or on_tpu):
         raise ConfigurationError(
-            "return_values=True: torch's elastic agent (max_restarts, rdzv_backend, rdzv_endpoint) and torch_xla "
-            "return no values; have the function write them to files"
+            "return_values=True: torch's elastic agent (max_restarts, rdzv_backend, "
+            "rdzv_endpoint) and torch_xla do not return values; have the function write them to "
+            "files"
         )
     if on_tpu:
         import torch_xla
@@ -305,9 +306,12 @@ def debug_launcher(
 
     Raises:
         LaunchError: with the traceback of the process that failed first.
+
+    Example:
+        debug_launcher(train, args=(3,), num_processes=2)
     """
     if num_processes < 1:
-        raise ConfigurationError(f"num_processes={num_processes}: at least 1 process is needed")
+        raise ConfigurationError(f"num_processes={num_processes}: use 1 or more")
     _check_capacity(num_processes)
     spec = LaunchSpec(
         program=Program(getattr(function, "__name__", "function"), kind="program"),
@@ -341,8 +345,8 @@ def _check_untouched(kind: str) -> None:
 
         if state.PartialState._shared_state:
             raise ConfigurationError(
-                "an Accelerator (or PartialState) exists in this notebook already. Make it only inside the function "
-                "that is launched, restart the kernel and launch again"
+                "this notebook already has an Accelerator (or PartialState). Create it only "
+                "inside the launched function, restart the kernel and launch again"
             )
     if kind == "cpu" or "torch" not in sys.modules:
         return
@@ -350,13 +354,14 @@ def _check_untouched(kind: str) -> None:
 
     if devices.is_initialized(kind):
         raise LaunchError(
-            f"{kind.upper()} was used in this notebook before the launch, and a forked process cannot use it after "
-            "that. Restart the kernel and keep every use of the device inside the launched function."
+            f"{kind.upper()} was used in this notebook before the launch, so forked processes "
+            "cannot use it. Restart the kernel, and use the device only inside the launched "
+            "function."
         )
 
 
 def install_xla(upgrade: bool = False) -> None:
-    """Install the torch_xla that fits the installed torch, with the TPU library, in Google Colaboratory.
+    """Install the torch_xla version that fits the installed torch, with the TPU library, in Google Colab.
 
     Args:
         upgrade: replace an installed torch_xla.
@@ -366,11 +371,11 @@ def install_xla(upgrade: bool = False) -> None:
     """
     if "google.colab" not in sys.modules:
         raise LaunchError(
-            "install_xla() works in Google Colaboratory only; elsewhere: pip install 'torch_xla[tpu]'"
+            "install_xla() works only in Google Colab; elsewhere: pip install 'torch_xla[tpu]'"
         )
     version = system.torch_build().get("version")
     if version is None:
-        raise LaunchError("install_xla() found no torch to match: install torch first")
+        raise LaunchError("install_xla() needs an installed torch: install torch first")
     # torch_xla is released with torch, under the same major and minor number.
     minor = ".".join(version.split(".")[:2])
     upgrading = ["--upgrade"] if upgrade else []

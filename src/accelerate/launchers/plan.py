@@ -64,16 +64,16 @@ def plan(settings: Settings, program: Program, in_place: bool = False) -> Launch
     # Base64 text of a configuration, which is allowed as well, has none of these characters.
     if config and any(mark in config for mark in "./\\") and not os.path.isfile(config):
         raise ConfigurationError(
-            f"deepspeed_config_file={config!r} does not exist (from {os.getcwd()})"
+            f"deepspeed_config_file={config!r} does not exist (current folder: {os.getcwd()})"
         )
     if settings["engine"] != "kubernetes":
         # A container has its own file system.
         program.check()
     if not remote and device != "cpu" and spec.local_processes > max(count, 1):
         raise ConfigurationError(
-            f"{settings.shown('num_processes')} requests {spec.local_processes} processes on this machine, which has "
-            f"{counted(count, f'{device} device')} to use: each process needs one. Request fewer, or "
-            "give --cpu."
+            f"{settings.shown('num_processes')} requests {spec.local_processes} processes on this "
+            f"machine, which has {counted(count, f'{device} device')} available: each process "
+            "needs one. Request fewer processes, or add --cpu."
         )
     return spec
 
@@ -89,8 +89,8 @@ def _requested(settings: Settings) -> int | None:
 def _device_elsewhere(settings: Settings) -> tuple[str, int]:
     if _requested(settings) is None:
         raise ConfigurationError(
-            f"engine={settings['engine']}: the processes run elsewhere, where this machine cannot count devices: give "
-            "--num_processes"
+            f"engine={settings['engine']}: the processes run elsewhere, where this machine cannot "
+            "count the devices: add --num_processes"
         )
     if settings["cpu"]:
         return "cpu", 0
@@ -109,14 +109,15 @@ def _device(settings: Settings, present: system.Accelerators) -> tuple[str, int]
     if (settings["multi_gpu"] or ids) and not present.number:
         option = "multi_gpu" if settings["multi_gpu"] else "gpu_ids"
         raise ConfigurationError(
-            f"{settings.shown(option)}: this machine has no accelerator that the installed torch "
-            f"({system.torch_build().get('version', 'none')}) can use. Give --cpu to run on the CPU."
+            f"{settings.shown(option)}: this machine does not have an accelerator that the "
+            f"installed torch ({system.torch_build().get('version', 'none')}) can use. Add --cpu "
+            "to run on the CPU."
         )
     absent = [item for item in ids if item.isdigit() and int(item) >= present.number]
     if absent:
         raise ConfigurationError(
-            f"{settings.shown('gpu_ids')}: there is no device {', '.join(absent)}; this machine has {present.number} "
-            f"({present.kind} 0 to {present.number - 1})"
+            f"{settings.shown('gpu_ids')}: the device {', '.join(absent)} does not exist; this "
+            f"machine has {present.number} ({present.kind} 0 to {present.number - 1})"
         )
     return present.kind, len(ids) if ids else present.number
 
@@ -134,11 +135,12 @@ def _machines(settings: Settings) -> tuple[int, str]:
         most = least
     if not least.isdigit() or not most.isdigit() or not 1 <= int(least) <= int(most):
         raise ConfigurationError(
-            f"{settings.shown('nnodes')}: give a number of machines or a range as 1:4"
+            f"{settings.shown('nnodes')}: use a number of machines or a range such as 1:4"
         )
     if settings["num_machines"] not in (None, int(most)):
         raise ConfigurationError(
-            f"{settings.shown('nnodes')} and {settings.shown('num_machines')} contradict each other: give only one"
+            f"{settings.shown('nnodes')} and {settings.shown('num_machines')} contradict each "
+            "other: use only one"
         )
     if least == most:
         text = least
@@ -157,8 +159,10 @@ def _processes(settings: Settings, count: int, machines: int) -> int:
     if requested == "all":
         if not count:
             raise ConfigurationError(
-                f"{settings.shown('num_processes')}: it means one process for each accelerator, and there is none "
-                f"to use ({'--cpu is on' if settings['cpu'] else 'this machine has only its CPU'}). Give a number."
+                f"{settings.shown('num_processes')}: it means one process for each accelerator, "
+                "but none is available "
+                f"({'--cpu is on' if settings['cpu'] else 'this machine has only its CPU'}). Use "
+                "a number."
             )
         return count * machines
     if requested is None:
@@ -180,8 +184,8 @@ def _check_sizes(settings: Settings, processes: int) -> None:
     if processes % product:
         factors = " x ".join(settings.shown(name) for name in sizes)
         raise ConfigurationError(
-            f"{factors} = {product} processes, but {settings.shown('num_processes')} starts {processes}: start a "
-            "multiple of them, or change a size"
+            f"{factors} = {product} processes, but {settings.shown('num_processes')} starts "
+            f"{processes}: start a multiple of {product}, or change a size"
         )
 
 
@@ -191,7 +195,7 @@ def _threads(settings: Settings, local_processes: int) -> int | None:
     if requested is not None:
         if requested < 1:
             raise ConfigurationError(
-                f"{settings.shown('num_cpu_threads_per_process')}: at least 1 thread is needed"
+                f"{settings.shown('num_cpu_threads_per_process')}: use 1 or more"
             )
         return int(requested)
     if local_processes <= 1:
@@ -235,7 +239,10 @@ def shortage_of_cpus(processes: int, threads: int | None) -> str | None:
     count = counted(processes, "process")
     shared = counted(cpus, "processor")
     if processes > cpus:
-        return f"{count} share {shared}: all of them run slower. --num_processes {cpus} uses the processors fully"
+        return (
+            f"{count} share {shared}, so all of them run slower. --num_processes {cpus} uses "
+            "the processors fully"
+        )
     if threads is not None and processes * threads > cpus:
         fitting = max(1, cpus // processes)
         return (
@@ -259,11 +266,13 @@ def choose(spec: LaunchSpec, settings: Settings) -> Launcher:
         engine = implied(spec, settings)
     if engine == "local" and spec.num_machines > 1:
         raise ConfigurationError(
-            f"{settings.shown('engine')} is one machine, {settings.shown('num_machines')} is not"
+            f"{settings.shown('engine')} means one machine, but {settings.shown('num_machines')} "
+            "does not"
         )
     if spec.nnodes != str(spec.num_machines) and engine != "elastic":
         raise ConfigurationError(
-            f"{settings.shown('nnodes')} is a range of machines: only the elastic engine has it"
+            f"{settings.shown('nnodes')} is a range of machines, which only the elastic engine "
+            "supports"
         )
     launcher = launcher_class(engine).create(spec)
     launcher.check()
@@ -332,7 +341,7 @@ def without_effect(launcher: type[Launcher], settings: Settings) -> list[str]:
     ]
     lines = []
     if unused:
-        lines.append(f"{', '.join(unused)}: no effect with the engine {launcher.name}")
+        lines.append(f"{', '.join(unused)}: no effect with the {launcher.name} engine")
     if settings["cpu"] and settings.origin("gpu_ids").startswith("flag "):
         lines.append(f"{settings.shown('gpu_ids')}: no effect with --cpu")
     flags = [row for row in options().values() if settings.origin(row.name).startswith("flag ")]
@@ -356,7 +365,7 @@ def _fp8_overrides(settings: Settings) -> dict[str, str]:
     words = [part for part in text.strip("()[] ").replace(" ", "").split(",") if part]
     where = settings.shown("fp8_override_linear_precision")
     if len(words) != 3:
-        raise ConfigurationError(f"{where}: give three truth values, for fprop, dgrad and wgrad")
+        raise ConfigurationError(f"{where}: use three truth values, for fprop, dgrad and wgrad")
     names = ("FPROP", "DGRAD", "WGRAD")
     return {
         f"ACCELERATE_FP8_OVERRIDE_{name}": as_text(parse_bool(part, where))

@@ -32,8 +32,8 @@ class ReservedPort:
         except OSError as error:
             self.release()
             raise ConfigurationError(
-                f"port {port} is in use on this machine ({error.strerror}): give another one with "
-                "--main_process_port, or leave the option out and a free one is chosen"
+                f"port {port} is in use on this machine ({error.strerror}): choose another with "
+                "--main_process_port, or omit the option to get a free port"
             ) from None
         self.number: int = self._socket.getsockname()[1]
 
@@ -107,13 +107,13 @@ def address_towards(host: str) -> str:
 
 
 def get_free_port() -> int:
-    """A port of this machine that no program uses. Nothing reserves it: a launch with port 0 chooses one and does."""
+    """A free port on this machine. Nothing reserves it: a launch with port 0 chooses one and does."""
     with ReservedPort() as port:
         return port.number
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Whether a server on this machine answers at `port` (29500 where None)."""
+    """Whether a server on this machine answers at `port` (29500 by default)."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("localhost", int(port) if port is not None else 29500)) == 0
 
@@ -155,6 +155,7 @@ def connect(host: str, port: int, timeout: float) -> socket.socket:
                 ) from None
             if waiting.is_due():
                 messages.show(
-                    f"{host}:{port} does not answer yet ({error}): is it started, and is the address right?"
+                    f"{host}:{port} does not answer yet ({error}): has it been started, and is "
+                    "the address correct?"
                 )
             time.sleep(0.2)

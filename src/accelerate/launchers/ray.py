@@ -71,7 +71,8 @@ class RayLauncher(Launcher):
             r"(ray://)?[^/]+:\d+", str(address)
         ):
             raise ConfigurationError(
-                f"ray_address={address!r} is not an address of a Ray cluster: host:port, ray://host:port, auto, local"
+                f"ray_address={address!r} is not the address of a Ray cluster: use host:port, "
+                "ray://host:port, auto or local"
             )
 
     def processes(self, port: int | None = None, attempt: int = 0) -> list[ProcessSpec]:
@@ -88,7 +89,7 @@ class RayLauncher(Launcher):
 
     def dry_run(self) -> str:
         """Return the cluster, and the command and variables of each process."""
-        where = self.spec.ray_address or "the cluster on this machine, else a new one"
+        where = self.spec.ray_address or "the cluster on this machine, otherwise a new one"
         return f"# cluster: {where}\n{super().dry_run()}".replace(f" on {socket.gethostname()}", "")
 
     def run(self) -> int:
@@ -212,8 +213,9 @@ def check_resources(
     if (sum(fits) if strategy == "PACK" else sum(map(bool, fits))) < len(reserved):
         what = "processes" if strategy == "PACK" else "machines"
         raise ConfigurationError(
-            f"{len(reserved)} {what} with {_words(bundle)} each do not fit: the Ray cluster has {_shown(nodes)}. "
-            "Request fewer; for a cluster that grows, --rdzv_conf join_timeout=SECONDS waits"
+            f"{len(reserved)} {what} with {_words(bundle)} each do not fit: the Ray cluster has "
+            f"{_shown(nodes)}. Request fewer, or wait for a growing cluster with --rdzv_conf "
+            "join_timeout=SECONDS"
         )
 
 
@@ -250,10 +252,11 @@ def _accelerator(spec: LaunchSpec) -> str | None:
     )
     if kind is None and spec.device != "auto":
         raise ConfigurationError(
-            f"the Ray cluster has no accelerator ({_shown(nodes)}): give --cpu to run without"
+            f"the Ray cluster does not have an accelerator ({_shown(nodes)}): add --cpu to run "
+            "without one"
         )
     if kind is None and not spec.quiet:
-        messages.show("the Ray cluster has no accelerator: the processes run on the CPU")
+        messages.show("the Ray cluster does not have an accelerator: the processes run on the CPU")
     return kind
 
 
@@ -271,8 +274,9 @@ def running_cluster() -> str | None:
                 users.add(os.geteuid())
             if status.st_uid not in users or status.st_mode & 0o022:
                 raise ConfigurationError(
-                    f"{path} may be another user's (owner {status.st_uid}, mode {status.st_mode & 0o777:o}): give the "
-                    "address of the cluster with --ray_address"
+                    f"{path} may belong to another user (owner {status.st_uid}, mode "
+                    f"{status.st_mode & 0o777:o}): pass the address of the cluster with "
+                    "--ray_address"
                 )
             return file.read().strip() or None
     except FileNotFoundError:
@@ -289,7 +293,7 @@ def _connected(spec: LaunchSpec) -> Iterator[None]:
         address = spec.ray_address
     try:
         if address is None:
-            raise OSError("there is none on this machine")
+            raise OSError("none runs on this machine")
         if address != LOCAL:
             # Ray itself would wait for minutes.
             host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -297,12 +301,12 @@ def _connected(spec: LaunchSpec) -> Iterator[None]:
     except OSError as error:
         if spec.ray_address is not None:
             raise ConfigurationError(
-                f"no Ray cluster answers at {spec.ray_address}: {error.strerror or error}"
+                f"a Ray cluster does not answer at {spec.ray_address}: {error.strerror or error}"
             ) from None
         address = LOCAL
         if not spec.quiet:
             messages.show(
-                "no Ray cluster runs here: a temporary one of this machine alone is started"
+                "a Ray cluster is not running here: starting a temporary one on this machine alone"
             )
     logging.getLogger("ray").setLevel(logging.ERROR)
     if address == LOCAL:
@@ -336,7 +340,8 @@ def _reserved(reserved: Sequence[Resources], strategy: str, timeout: float) -> I
         while not group.wait(_TURN):
             if waiting.seconds > timeout:
                 raise LaunchError(
-                    f"the Ray cluster had no free resources within {timeout:.0f} s; it has {_shown(_nodes())}"
+                    f"the Ray cluster did not have free resources within {timeout:.0f} s; it has "
+                    f"{_shown(_nodes())}"
                 )
             if waiting.is_due():
                 free = _words(ray.available_resources()) or "nothing"
@@ -372,8 +377,8 @@ def _members(spec: LaunchSpec, group: Any, resource: str | None) -> list[Member]
         for name, version in ours.items():
             if member.versions[name] != version:
                 raise ConfigurationError(
-                    f"{member.host} of the Ray cluster has {name} {member.versions[name]}, this machine {version}: "
-                    "install the same"
+                    f"{member.host} of the Ray cluster has {name} {member.versions[name]}, but "
+                    f"this machine has {version}: install the same version"
                 )
     node = str(ray.get_runtime_context().get_node_id())
     return sorted(members, key=lambda member: (member.node != node, member.node))

@@ -87,9 +87,11 @@ class RayWorker:
         """
         host, where = socket.gethostname(), Path(folder or ".")
         if not where.is_dir():
-            raise LaunchError(f"there is no folder {folder} on {host}")
+            raise LaunchError(f"the folder {folder} does not exist on {host}")
         if program.kind == "script" and not (where / program.name).exists():
-            raise LaunchError(f"there is no script {program.name} in {where.resolve()} on {host}")
+            raise LaunchError(
+                f"the script {program.name} does not exist in {where.resolve()} on {host}"
+            )
         problems: list[OSError] = []
         begun = threading.Event()
 

@@ -52,8 +52,8 @@ def launch(config: Any, args: argparse.Namespace) -> None:
     for name in given(args):
         if name not in used and not options()[name].is_published:
             raise ConfigurationError(
-                f"--{name} has no effect on a job of SageMaker: ec2_instance_type, num_machines and distributed_type "
-                "of the configuration file set where its processes run"
+                f"--{name} has no effect on a SageMaker job: ec2_instance_type, num_machines and "
+                "distributed_type in the configuration file determine where its processes run"
             )
     version = client_version()
     job = job_of(config, args, version or 3)
@@ -72,7 +72,8 @@ def launch(config: Any, args: argparse.Namespace) -> None:
             client.check()
         except ImportError as error:
             raise ConfigurationError(
-                f"version {version} of the package sagemaker cannot be used ({error}): pip install -U sagemaker"
+                f"version {version} of the sagemaker package cannot be used ({error}): pip "
+                "install -U sagemaker"
             ) from error
     if settings["dry_run"]:
         # The calls, as Python. Secrets are left out.
@@ -81,12 +82,14 @@ def launch(config: Any, args: argparse.Namespace) -> None:
         print(client.text())
         if version is None:
             messages.show(
-                "SageMaker: no client is installed. These are the calls of version 3, their names unchecked"
+                "SageMaker: a client is not installed. These are the calls of version 3; their "
+                "names were not checked"
             )
         return
     if version is None:
         raise ConfigurationError(
-            "the configuration is for Amazon SageMaker, and its client is not installed: pip install sagemaker"
+            "the configuration is for Amazon SageMaker, but its client is not installed: pip "
+            "install sagemaker"
         )
     try:
         client.run()
@@ -95,7 +98,7 @@ def launch(config: Any, args: argparse.Namespace) -> None:
         training_job = client.training_job()
         if training_job is not None:
             training_job.stop()
-            messages.show(f"SageMaker: the stop of job {client.name()} was requested")
+            messages.show(f"SageMaker: requested job {client.name()} to stop")
         raise SystemExit(130) from None
     except Exception as error:
         raise LaunchError(f"SageMaker: {type(error).__name__}: {error}") from error
@@ -130,7 +133,7 @@ def job_of(config: Any, args: argparse.Namespace, version: int) -> Job:
     script = Path(args.training_script)
     if args.module or args.no_python:
         raise ConfigurationError(
-            "SageMaker runs a Python script: --module and --no_python cannot be used with it"
+            "SageMaker runs a Python script: --module and --no_python cannot be used"
         )
     if script.suffix != ".py":
         raise ConfigurationError(
@@ -139,7 +142,7 @@ def job_of(config: Any, args: argparse.Namespace, version: int) -> Job:
     for key in ("ec2_instance_type", "iam_role_name"):
         if not getattr(config, key):
             raise ConfigurationError(
-                f"a job on SageMaker needs {key}: write it into the configuration file"
+                f"a SageMaker job needs {key}: set it in the configuration file"
             )
     settings = _settings(config, args)
     kind = SageMakerDistributedType(
@@ -199,7 +202,7 @@ def _settings(config: Any, args: argparse.Namespace) -> Settings:
     rows = options()
     unknown = sorted(set(given_values) - set(rows))
     if unknown:
-        raise ConfigurationError(f"dynamo_config has no {', '.join(unknown)}")
+        raise ConfigurationError(f"dynamo_config does not have {', '.join(unknown)}")
     values = {
         name: Setting(rows[name].convert(value, where=name), origin)
         for name, value in given_values.items()
@@ -224,7 +227,7 @@ def _check_names(words: list[str]) -> None:
     for word in words:
         if re.fullmatch(r"-[A-Za-z_](=.*)?", word):
             raise ConfigurationError(
-                f"version 3 of sagemaker passes {word} as -{word}: give the option's long name"
+                f"version 3 of sagemaker passes {word} as -{word}: use the option's long name"
             )
 
 
@@ -235,9 +238,14 @@ def _check_distribution(
     if arguments["distribution"] is not None or "distribution" in more:
         return
     count = more.get("instance_count", arguments["instance_count"])
-    way_out = "write the estimator's distribution into additional_args (torch_distributed, smdistributed, mpi)"
+    way_out = (
+        "set the estimator's distribution in additional_args (torch_distributed, "
+        "smdistributed, mpi)"
+    )
     if kind is SageMakerDistributedType.MODEL_PARALLEL:
-        raise ConfigurationError(f"distributed_type MODEL_PARALLEL needs to know which: {way_out}")
+        raise ConfigurationError(
+            f"distributed_type MODEL_PARALLEL does not say which kind: {way_out}"
+        )
     if count > 1:
         raise ConfigurationError(
             f"num_machines={count} with distributed_type {kind.value}: each machine would train alone on all data. "
@@ -266,7 +274,7 @@ def _client_variables(config: Any, args: argparse.Namespace) -> dict[str, str]:
             absent = "--aws_access_key_id"
         else:
             absent = "--aws_secret_access_key"
-        raise ConfigurationError(f"an access key needs both flags: {absent} is missing")
+        raise ConfigurationError(f"an access key needs both options: {absent} is missing")
     if key is not None:
         return {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret, **region}
     if config.profile:
@@ -286,19 +294,17 @@ def hyperparameters(words: list[str]) -> dict[str, Any]:
         name, equals, value = word.partition("=")
         if not _is_name(name):
             raise ConfigurationError(
-                f"SageMaker passes --name value pairs; {word!r} belongs to no name"
+                f"SageMaker passes --name value pairs, but {word!r} does not follow a name"
             )
         if not equals:
             if not remaining or _is_name(remaining[0].partition("=")[0]):
                 raise ConfigurationError(
-                    f"SageMaker passes --name value pairs: give {name} a value, as `{name} True`"
+                    f"SageMaker passes --name value pairs: give {name} a value, as in `{name} True`"
                 )
             value = remaining.pop(0)
         key = name.lstrip("-")
         if key in parameters:
-            raise ConfigurationError(
-                f"SageMaker passes each name once: {name} is there a second time"
-            )
+            raise ConfigurationError(f"SageMaker passes each name once, but {name} appears twice")
         parameters[key] = _typed(value)
     return parameters
 
@@ -335,7 +341,7 @@ def _table(path: str | None, key: str) -> list[tuple[str, str]] | None:
             name, tab, text = line.partition("\t")
             if not tab or not name.strip() or not text.strip():
                 raise ConfigurationError(
-                    f"{key}: {path}:{number}: give two columns with a tab between them"
+                    f"{key}: {path}:{number}: use two columns separated by a tab"
                 )
             rows.append((name.strip(), text.strip()))
     return rows

@@ -159,7 +159,7 @@ class Estimator(Client):
         for name in self.job.arguments:
             # The names of version 1 have a prefix, and are still understood.
             if name.removeprefix("train_") not in known:
-                unknown.append(f"HuggingFace has no {name}{suggestion(name, known)}")
+                unknown.append(f"HuggingFace does not have {name}{suggestion(name, known)}")
         _refuse(unknown)
 
     def start(self) -> None:
@@ -305,8 +305,9 @@ def _torchrun(distribution: Any, distributed: Any, gpus: str | None) -> Call | N
     for name in distribution:
         if name not in DISTRIBUTIONS:
             raise ConfigurationError(
-                f"additional_args: version 3 of sagemaker has no distribution {name}: choose one of "
-                f"{', '.join(DISTRIBUTIONS)}, or give the arguments of Torchrun as `distributed`"
+                f"additional_args: version 3 of sagemaker does not have the distribution {name}: "
+                f"choose one of {', '.join(DISTRIBUTIONS)}, or set the arguments of Torchrun as "
+                "`distributed`"
             )
     arguments: dict[str, Any] = {}
     if gpus is not None:

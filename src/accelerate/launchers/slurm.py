@@ -77,7 +77,7 @@ class SlurmLauncher(Launcher):
         for option in self.options:
             if not option.startswith("-"):
                 raise ConfigurationError(
-                    f"slurm_options: {option!r} is not an option of sbatch; write --name=value"
+                    f"slurm_options: {option!r} is not an sbatch option; write --name=value"
                 )
             _directive(option)
         for name in self.spec.variables:
@@ -152,7 +152,7 @@ class SlurmLauncher(Launcher):
         absent = [name for name in needed if shutil.which(name) is None]
         if absent:
             raise ConfigurationError(
-                f"{', '.join(absent)} not on the PATH: this machine is not a client of Slurm"
+                f"{', '.join(absent)} not on the PATH: this machine is not a Slurm client"
             )
         if self.inside:
             return super().run()
@@ -171,7 +171,7 @@ class SlurmLauncher(Launcher):
 
         def cancel(number: int, frame: FrameType | None) -> None:
             subprocess.run(["scancel", job], check=False)
-            messages.show(f"job {job} is cancelled")
+            messages.show(f"job {job} was canceled")
             raise SystemExit(128 + number)
 
         with handling(("SIGINT", "SIGTERM"), cancel):
@@ -185,7 +185,8 @@ def _directive(option: str) -> str:
     quote = '"' if "'" in option else "'"
     if quote in option or not option.isprintable() or (quote == '"' and "\\" in option):
         raise ConfigurationError(
-            f"slurm_options: {option!r} contains a control character, or quotes that sbatch cannot read in a script"
+            f"slurm_options: {option!r} contains a control character or quotes that sbatch cannot "
+            "read in a script"
         )
     return f"{quote}{option}{quote}"
 
@@ -216,7 +217,7 @@ def _state(job: str) -> tuple[str, int, str]:
         ["scontrol", "show", "job", job, "--oneliner"], capture_output=True, text=True
     )
     if done.returncode:
-        raise LaunchError(f"Slurm does not know job {job} any more: {done.stderr.strip()}")
+        raise LaunchError(f"Slurm no longer knows job {job}: {done.stderr.strip()}")
     fields = dict(part.split("=", 1) for part in done.stdout.split() if "=" in part)
     code, _, number = fields.get("ExitCode", "0:0").partition(":")
     ended = int(code) or (128 + int(number) if number and int(number) else 0)

@@ -78,17 +78,17 @@ class Program(NamedTuple):
         elif shutil.which(self.name) is None:
             hint = ""
             if Path(self.name).is_file():
-                start = f"; start the file of this folder as ./{self.name}"
+                start = f"; start the file in this folder as ./{self.name}"
                 if os.access(self.name, os.X_OK):
                     hint = start
                 else:
-                    hint = "; the file of this name is not executable"
-            raise ConfigurationError(f"there is no program {self.name!r} on the PATH{hint}")
+                    hint = "; the file with this name is not executable"
+            raise ConfigurationError(f"the program {self.name!r} is not on the PATH{hint}")
 
     def _check_script(self, path: Path) -> None:
         if not path.exists():
             if "." in self.name and path.suffix != ".py":
-                hint = "; a module is started with -m"
+                hint = "; start a module with -m"
             else:
                 hint = ""
             folder = path.parent
@@ -99,12 +99,14 @@ class Program(NamedTuple):
             near = suggestion(path.name, scripts, "{}")
             if near:
                 hint += f" (did you mean {folder / near}?)"
-            raise ConfigurationError(f"there is no script {self.name!r} (from {Path.cwd()}){hint}")
+            raise ConfigurationError(
+                f"the script {self.name!r} does not exist (current folder: {Path.cwd()}){hint}"
+            )
         if not os.access(path, os.R_OK):
             raise ConfigurationError(f"the script {self.name!r} cannot be read: no permission")
         if path.is_dir() and not (path / "__main__.py").is_file():
             raise ConfigurationError(
-                f"{self.name!r} is a folder without a __main__.py: give a script in it"
+                f"{self.name!r} is a folder without a __main__.py: name a script in it"
             )
         if path.suffix == ".py" and path.is_file():
             try:
@@ -120,13 +122,13 @@ class Program(NamedTuple):
     def _check_module(self) -> None:
         if self.name.endswith(".py") and Path(self.name).is_file():
             raise ConfigurationError(
-                f"{self.name!r} is a script file: leave out -m, or give -m the module's name"
+                f"{self.name!r} is a script file: remove -m, or pass the module's name with -m"
             )
         # Only the outermost package: to find what is in it means to import it.
         if PathFinder.find_spec(self.name.partition(".")[0], [os.getcwd(), *sys.path]) is None:
             raise ConfigurationError(
-                f"there is no module {self.name!r} in {Path.cwd()} or on the import path; a script file is started "
-                "without -m"
+                f"the module {self.name!r} is neither in {Path.cwd()} nor on the import path; "
+                "start a script file without -m"
             )
 
 
@@ -134,8 +136,8 @@ def check_host(name: str, where: str) -> str:
     """A host's name or address that no program can read as an option or as several words."""
     if not re.fullmatch(r"[A-Za-z0-9_:\[][\w.:%\[\]-]*", name):
         raise ConfigurationError(
-            f"{where}: {name!r} is not the name or address of a host: it begins with a letter or digit and contains "
-            "only letters, digits and . : - _"
+            f"{where}: {name!r} is not a host name or address: it must start with a letter or "
+            "digit and contain only letters, digits and . : - _"
         )
     return name
 
@@ -144,7 +146,8 @@ def check_variable(name: str) -> str:
     """A variable's name that a shell can export."""
     if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
         raise ConfigurationError(
-            f"{name!r} is not the name of a variable: letters, digits and _ only, no digit first"
+            f"{name!r} is not a variable name: use only letters, digits and _, and do not start "
+            "with a digit"
         )
     return name
 
@@ -335,7 +338,7 @@ class LaunchSpec(NamedTuple):
                 raise ConfigurationError(f"rdzv_conf={self.rdzv_conf!r}: {part!r} is not key=value")
             if name and name not in names and self.rdzv_backend in ("static", "c10d"):
                 raise ConfigurationError(
-                    f"rdzv_conf: there is no setting {name!r}{suggestion(name, names)}"
+                    f"rdzv_conf: unknown setting {name!r}{suggestion(name, names)}"
                 )
             if name:
                 settings[name] = value
@@ -366,8 +369,8 @@ class LaunchSpec(NamedTuple):
             )
         if self.num_processes % self.num_machines:
             raise ConfigurationError(
-                f"num_processes={self.num_processes} counts the processes of all machines together and must divide "
-                f"by num_machines={self.num_machines}"
+                f"num_processes={self.num_processes} is the total over all machines and must be "
+                f"divisible by num_machines={self.num_machines}"
             )
         check_host(self.main_process_ip, f"main_process_ip={self.main_process_ip!r}")
         if ":" in self.tee:
@@ -380,5 +383,5 @@ class LaunchSpec(NamedTuple):
         )
         if not fine:
             raise ConfigurationError(
-                f"tee={self.tee!r}: give 0, 1, 2 or 3, or one per rank, as in '0:3,1:2'"
+                f"tee={self.tee!r}: use 0, 1, 2 or 3, or one for each rank, as in '0:3,1:2'"
             )

@@ -136,17 +136,15 @@ class Machines(SharedStore):
             for name in SHARED:
                 if me[name] != first[name]:
                     text = (
-                        f"machine {machine} ({me['host']}) has {name} {me[name]}, machine 0 ({first['host']}) has "
-                        f"{first[name]}: all machines need the same"
+                        f"machine {machine} ({me['host']}) has {name} {me[name]}, but machine 0 "
+                        f"({first['host']}) has {first[name]}: all machines need the same"
                     )
                     self._settle({"refused": text})
         store.set(f"alive/{machine}", "0")
         entry = json.loads(store.compare_set(f"ready/{machine}", "", json.dumps(me)))
         if entry != me:
             hosts = f"{entry['host']} and {me['host']}"
-            self._settle(
-                {"refused": f"--machine_rank {machine} was given on two machines: {hosts}"}
-            )
+            self._settle({"refused": f"--machine_rank {machine} was used on two machines: {hosts}"})
 
     def _await_answer(self, store: Store, attempt: int) -> dict[str, str]:
         """Wait for what becomes of the attempt. Machine 0 starts it once all are ready, or ends it after the limit."""
@@ -161,15 +159,15 @@ class Machines(SharedStore):
                 messages.show(f"waiting for {missing_text}")
             if spec.machine_rank:
                 if waiting.seconds > spec.join_timeout + REPLY:
-                    return {"error": f"machine 0 gave no answer within {waiting.seconds:.0f} s"}
+                    return {"error": f"machine 0 did not answer within {waiting.seconds:.0f} s"}
             elif not missing:
                 # Its port is rank 0's from here on. The others have left it.
                 self._meeting = None
                 self._settle({})
             elif waiting.seconds > spec.join_timeout:
                 text = (
-                    f"{missing_text} did not come within {spec.join_timeout:.0f} s "
-                    "(--rdzv_conf join_timeout)"
+                    f"{missing_text} did not arrive within {spec.join_timeout:.0f} s (--rdzv_conf "
+                    "join_timeout)"
                 )
                 if attempt:
                     text = f"no restart: {text}"
@@ -274,8 +272,8 @@ class StaticLauncher(Launcher):
         spec = self.spec
         if not spec.main_process_ip_given:
             messages.show(
-                f"no --main_process_ip: machine 0 is expected at {spec.main_process_ip}, so only launches on this "
-                "machine can join"
+                f"without --main_process_ip, machine 0 is expected at {spec.main_process_ip}, so "
+                "only launches on this machine can join"
             )
         return run_with_store(spec, self._run_share)
 

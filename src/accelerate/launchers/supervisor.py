@@ -303,8 +303,8 @@ class Supervisor:
             if self._paused[rank] == 2:
                 pid = rank.popen.pid
                 text = (
-                    f"accelerate: rank {rank.rank} (pid {pid}) was stopped by a signal, and the others wait for it: "
-                    f"`kill -CONT {pid}` lets it continue"
+                    f"accelerate: rank {rank.rank} (pid {pid}) was stopped by a signal, and the "
+                    f"other ranks wait for it: `kill -CONT {pid}` lets it continue"
                 )
                 self._print([text])
 

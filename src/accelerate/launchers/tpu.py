@@ -35,8 +35,8 @@ class OneCore(PrepareForLaunch):
 
         if self.cores not in (None, 1, runtime.world_size()):
             raise ConfigurationError(
-                f"num_processes={self.cores}: this TPU has {runtime.world_size()} cores, and torch_xla starts a "
-                "process on each of them, or on 1"
+                f"num_processes={self.cores}: this TPU has {runtime.world_size()} cores, and "
+                "torch_xla starts a process on each of them or on 1"
             )
         return super().__call__(index, *args)
 
@@ -106,7 +106,8 @@ class TpuLauncher(Launcher):
         module = importlib.import_module(name)
         if not hasattr(module, function):
             raise ConfigurationError(
-                f"{program.name} has no function {function!r}: name the one to run with --main_training_function"
+                f"{program.name} does not have a function {function!r}: name the function to run "
+                "with --main_training_function"
             )
         main: Callable[..., Any] = getattr(module, function)
         return main
@@ -124,17 +125,18 @@ class PodLauncher(TpuLauncher):
         super().check()
         if not self.spec.vm:
             raise ConfigurationError(
-                "--tpu_cluster: no pod: give --vm, or write tpu_name into the configuration file"
+                "--tpu_cluster: the pod is missing: add --vm, or set tpu_name in the "
+                "configuration file"
             )
         if not self.spec.tpu_zone:
             raise ConfigurationError(
-                "--tpu_cluster: no zone: write tpu_zone into the configuration file"
+                "--tpu_cluster: the zone is missing: set tpu_zone in the configuration file"
             )
         for name in (*self.spec.vm, str(self.spec.tpu_zone)):
             check_host(name, "--tpu_cluster")
         for text in self.spec.env:
             if "=" not in text:
-                raise ConfigurationError(f"--env {text}: give NAME=VALUE")
+                raise ConfigurationError(f"--env {text}: use NAME=VALUE")
             check_variable(text.partition("=")[0])
         if shutil.which("gcloud") is None:
             raise ConfigurationError(

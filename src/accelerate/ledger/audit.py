@@ -16,12 +16,12 @@ from .rows import Array, Ledger
 # Why positions of an epoch were not trained once, and what is written about it.
 REASONS = {
     "drop_last": "not trained: drop_last drops the incomplete last step",
-    "skip": "not trained: the pass, or another order of the epoch, began behind them (skip_first_batches, a position "
-    "that was loaded, another seed)",
+    "skip": "not trained: the pass or a different order of the epoch started after them "
+    "(skip_first_batches, a loaded position, a different seed)",
     "left": "not trained: the loop left the epoch",
-    "no_backward": "read, and no backward followed before the next batch",
-    "optimizer": "not trained: the optimizer left out the step, whose gradients were not finite",
-    "unrecorded": "not known: steps are missing in the ledger",
+    "no_backward": "read, but no backward pass followed before the next batch",
+    "optimizer": "not trained: the optimizer skipped the step because gradients were not finite",
+    "unrecorded": "unknown: steps are missing in the ledger",
     "even_batches": "trained twice: even_batches fills the last step with the start of the epoch",
     "again": "trained again in the same epoch",
 }

@@ -84,8 +84,8 @@ class Replay:
             processes = self.attempt["world_size"]
             if present < processes:
                 raise ConfigurationError(
-                    f"step {self.step} ran on {processes} {kind} devices, and there are {present} here: replay it on "
-                    "one process with --single"
+                    f"step {self.step} ran on {processes} {kind} devices, but there are {present} "
+                    "here: replay it on one process with --single"
                 )
 
     def _nearest_checkpoint(self) -> tuple[Path, int]:
@@ -110,24 +110,28 @@ class Replay:
             if read_manifest(path).progress.get("step") == step:
                 return path, step
         raise ConfigurationError(
-            f"{folder} has no checkpoint before step {self.step} (saved steps: {steps}; those that are gone or "
-            "damaged do not count): choose a later step, or run from the beginning with --from_start"
+            f"{folder} does not have a checkpoint before step {self.step} (saved steps: {steps}; "
+            "missing and damaged ones do not count): choose a later step, or run from the "
+            "beginning with --from_start"
         )
 
     def _check_program(self) -> None:
         script = Path(self.attempt["command"][0])
         if not script.is_file():
-            raise ConfigurationError(f"{script}, the script of the run, is gone: put it back")
+            raise ConfigurationError(
+                f"{script}, the script of the run, no longer exists: restore it"
+            )
         if hashlib.sha256(script.read_bytes()).hexdigest() != self.attempt["script_sha256"]:
             raise ConfigurationError(
-                f"{script} is not the script of the run, whose sha256 is {self.attempt['script_sha256']}: put that "
-                "one back, or replay with this one by --anyway"
+                f"{script} is not the script of the run, whose sha256 is "
+                f"{self.attempt['script_sha256']}: restore that script, or replay with this one "
+                "with --anyway"
             )
         version = self.attempt["versions"]["torch"]
         if version != torch.__version__:
             raise ConfigurationError(
-                f"the run used torch {version}, and this is {torch.__version__}: install that one, or replay with "
-                "this one by --anyway"
+                f"the run used torch {version}, but this is {torch.__version__}: install that "
+                "version, or replay with this one with --anyway"
             )
 
     def run(self, folder: Path, certify: recorded.Settings | None = None, **options: Any) -> None:
@@ -289,7 +293,7 @@ def find(ledger: Ledger, what: str) -> int:
         if positions:
             return int(ledger.steps["step"][positions[0]])
     raise ConfigurationError(
-        f"{ledger.folder} has no {what} in the losses and gradient norms of its steps"
+        f"{ledger.folder} does not have a {what} in the losses and gradient norms of its steps"
     )
 
 

@@ -151,7 +151,7 @@ class ReplayedRun(RunObserver):
         if self._settings.debugs and self._rank == 0 and not self._batches:
             import pdb
 
-            messages.show(f"step {self._step} begins with this batch; `c` makes the step")
+            messages.show(f"step {self._step} begins with this batch; `c` continues with the step")
             # It stops at the next line of the script.
             pdb.Pdb(skip=["accelerate.*", "torch.*", "contextlib"]).set_trace()
         self._batches.append(data)

@@ -135,7 +135,8 @@ class Ledger:
             if index in self.attempts:
                 return self.attempts[index]
         raise ConfigurationError(
-            f"{self.folder} has no step {step}: its steps are {numbers.min(initial=1)} to {numbers.max(initial=0)}"
+            f"{self.folder} does not have step {step}: its steps are {numbers.min(initial=1)} to "
+            f"{numbers.max(initial=0)}"
         )
 
 
@@ -148,10 +149,10 @@ def read(folder: Path) -> Ledger:
     path = rows_file(folder, 0)
     data = read_rows(path)
     if data is None:
-        hint = "train with --telemetry, which writes it"
+        hint = "train with --telemetry to write one"
         if not folder.is_dir():
-            hint = "there is no such folder"
-        raise ConfigurationError(f"{folder} has no ledger, {FOLDER}/{path.name}: {hint}")
+            hint = "the folder does not exist"
+        raise ConfigurationError(f"{folder} does not have a ledger, {FOLDER}/{path.name}: {hint}")
     kinds = data["kind"]
     numbers = data["step"]
     steps = data.view(STEP.dtype)
@@ -202,7 +203,9 @@ def read_rows(path: Path) -> Array | None:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror or error}") from None
     header, data = data[:SIZE], data[SIZE:]
     if not HEADER.startswith(header):
-        raise ConfigurationError(f"{path} is not a ledger, or one of another version of accelerate")
+        raise ConfigurationError(
+            f"{path} is not a ledger, or another version of accelerate wrote it"
+        )
     rows = np.frombuffer(data, START.dtype, len(data) // SIZE)
     if (rows["kind"] >= len(KINDS)).any():
         raise ConfigurationError(f"{path} is damaged: it has rows of an unknown kind")

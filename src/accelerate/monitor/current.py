@@ -24,19 +24,19 @@ _STEPS = NEWEST_RECORDS // 2
 _INTERVAL = 1.0
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _METRICS = {
-    "step": "Optimizer steps that the run has made.",
+    "step": "Optimizer steps that the run has taken.",
     "epoch": "Complete passes over the data.",
-    "loss": "Loss of the newest step, mean over ranks.",
-    "steps_per_second": "Optimizer steps in a second.",
-    "samples_per_second": "Samples of all ranks in a second.",
-    "tokens_per_second": "Tokens of all ranks in a second.",
+    "loss": "Loss of the latest step, averaged over ranks.",
+    "steps_per_second": "Optimizer steps per second.",
+    "samples_per_second": "Samples of all ranks per second.",
+    "tokens_per_second": "Tokens of all ranks per second.",
     "ranks": "Ranks that have recorded steps.",
-    "slow_rank": "1 if the rank was slow in the newest steps, else 0.",
-    "age_seconds": "Seconds since the end of the newest step.",
-    "ended": "1 if every rank has ended, else 0.",
+    "slow_rank": "1 if the rank was slow in the latest steps, otherwise 0.",
+    "age_seconds": "Seconds since the end of the latest step.",
+    "ended": "1 if every rank has ended, otherwise 0.",
     "goodput": "Share of the time since the first launch that went into steps that count.",
     "badput": "Share of the time since the first launch that went elsewhere, by cause.",
-    "logged": "Newest value of each name that was logged.",
+    "logged": "Latest value of each logged name.",
 }
 
 

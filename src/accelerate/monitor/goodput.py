@@ -25,9 +25,9 @@ BADPUT = {
     "load": "loading checkpoints",
     "evaluation": "evaluation",
     "waiting": "waiting for other ranks",
-    "repeated": "steps that were lost and made again",
-    "restart": "the time from the end of a process to the next start",
-    "other": "what is not known",
+    "repeated": "steps that were lost and repeated",
+    "restart": "time between the end of a process and the next start",
+    "other": "unknown",
 }
 # What the event at the end of something adds to.
 _CAUSES = {"save": "save", "resume": "load", "evaluation_end": "evaluation"}

@@ -117,7 +117,8 @@ class Run:
         if self._missing:
             world_size = len(self._missing) + len(self.ranks) + len(self._bad)
             notes.append(
-                f"{world_size} ranks have begun, but nothing is recorded of {ranks_in_words(self._missing)}: "
+                f"{world_size} ranks have started, but nothing was recorded for "
+                f"{ranks_in_words(self._missing)}: "
                 f"{'its file is' if len(self._missing) == 1 else 'their files are'} missing"
             )
         for tail in [*self._values.values(), *(tail for _, tail in self._tails.values())]:
@@ -125,7 +126,7 @@ class Run:
                 notes.append(f"{tail.path} cannot be read: {tail.error}")
             if tail.bad:
                 notes.append(
-                    f"{tail.path.name}: {tail.bad} lines that are not JSON objects are left out"
+                    f"{tail.path.name}: {tail.bad} lines that are not JSON objects are skipped"
                 )
         return notes
 
@@ -319,9 +320,9 @@ def open_runs(
             _check_folder(folder)
         except FileNotFoundError:
             if not may_be_absent:
-                raise ConfigurationError(f"there is no folder {folder}") from None
+                raise ConfigurationError(f"the folder {folder} does not exist") from None
         except NotADirectoryError:
-            raise ConfigurationError(f"{folder} is a file: give the folder of a run") from None
+            raise ConfigurationError(f"{folder} is a file: pass the folder of a run") from None
         except OSError as error:
             raise ConfigurationError(
                 f"{folder} cannot be read: {error.strerror or error}"
@@ -342,6 +343,6 @@ def _check_folder(folder: Path) -> None:
     elif entries and not values_files(folder):
         inside = [entry.name for entry in entries if (entry / FOLDER).is_dir()]
         raise ConfigurationError(
-            f"{folder} is not the folder of a run: it has neither {FOLDER}/ nor values.jsonl"
-            + (f". These folders in it are: {', '.join(inside[:8])}" if inside else "")
+            f"{folder} is not the folder of a run: it contains neither {FOLDER}/ nor values.jsonl"
+            + (f". It contains these run folders: {', '.join(inside[:8])}" if inside else "")
         )

@@ -33,7 +33,7 @@ def sentences(summary: Summary) -> list[str]:
     """Where the time went, and what stands out."""
     incidents = [incident_sentence(incident) for incident in summary.incidents]
     if not summary.last:
-        return [*incidents, "No steps are recorded: `--telemetry` records them."]
+        return [*incidents, "No steps were recorded: use `--telemetry` to record them."]
     lines = [*incidents, _first_sentence(summary)]
     if math.isfinite(summary.flops):
         has_peak = math.isfinite(summary.utilization)
@@ -50,7 +50,7 @@ def sentences(summary: Summary) -> list[str]:
     groups = groups_of(summary.stragglers)
     lines += [slow_sentence(group) for group in groups[:_MOST_GROUPS]]
     if len(groups) > _MOST_GROUPS:
-        lines.append(f"{sum(map(len, groups[_MOST_GROUPS:]))} other ranks were slow too.")
+        lines.append(f"{sum(map(len, groups[_MOST_GROUPS:]))} other ranks were also slow.")
     if summary.ranks > 1 and not groups and summary.steps >= WINDOW:
         lines.append("No rank stands out as slow.")
     if summary.period:
@@ -86,8 +86,8 @@ def incident_sentence(incident: Incident) -> str:
 def waiting_sentence(summary: Summary) -> str:
     """How long ranks wait for others."""
     return (
-        f"In about {percent(summary.waiting)} of the time ranks wait for the slowest one, most of it inside the "
-        "backward pass and communication."
+        f"Ranks wait for the slowest rank about {percent(summary.waiting)} of the time, mostly in "
+        "the backward pass and communication."
     )
 
 
@@ -103,8 +103,9 @@ def period_sentence(period: Period) -> str:
     else:
         warm_up = ""
     return (
-        f"{which} slow: {_ms(period.seconds)}{' a step' * several} instead of {_ms(period.usual)}, most of it in "
-        f"{WORDS[period.phase]}. This cost {duration(period.lost)}{warm_up}."
+        f"{which} slow: {_ms(period.seconds)}{' a step' * several} instead of "
+        f"{_ms(period.usual)}, mostly because of {WORDS[period.phase]}. This cost "
+        f"{duration(period.lost)}{warm_up}."
     )
 
 
@@ -115,7 +116,7 @@ def evaluation_sentence(summary: Summary) -> str:
     else:
         count = f"{summary.evaluations:,} evaluations"
     share = percent(summary.evaluating / summary.elapsed)
-    return f"{count} took {duration(summary.evaluating)} more, {share} of the time."
+    return f"{count} took another {duration(summary.evaluating)}, {share} of the time."
 
 
 def restart_sentence(summary: Summary) -> str:

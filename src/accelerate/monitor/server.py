@@ -111,10 +111,10 @@ class Server(ThreadingHTTPServer):
                     reason = "needs more rights"
         if port is None:
             raise ConfigurationError(
-                f"no port from {chosen[0]} to {chosen[-1]} is free: choose one with --port"
+                f"all ports from {chosen[0]} to {chosen[-1]} are in use: choose one with --port"
             )
         raise ConfigurationError(
-            f"port {port} {reason}: choose another with --port, or leave --port out"
+            f"port {port} {reason}: choose another with --port, or omit --port"
         )
 
     @property
@@ -265,11 +265,11 @@ class Handler(BaseHTTPRequestHandler):
         if len(hosts) != 1 or url.netloc or not self.server.accepts_host(hosts[0]):
             self._refuse(
                 HTTPStatus.FORBIDDEN,
-                "This Host name is not one of this machine. Use the address printed.",
+                "This host name does not belong to this machine. Use the printed address.",
             )
         elif url.path not in _OPEN_PATHS and not self.server.accepts_token(query.get("token", "")):
             self._refuse(
-                HTTPStatus.FORBIDDEN, "The token is missing or wrong. Use the full address printed."
+                HTTPStatus.FORBIDDEN, "The token is missing or wrong. Use the full printed address."
             )
         elif url.path in _PAGE_FILES:
             name, kind = _PAGE_FILES[url.path]
@@ -283,7 +283,7 @@ class Handler(BaseHTTPRequestHandler):
         elif url.path.startswith("/file/"):
             self._send_file(url.path.removeprefix("/file/"))
         else:
-            self._refuse(HTTPStatus.NOT_FOUND, "There is no such page.")
+            self._refuse(HTTPStatus.NOT_FOUND, "This page does not exist.")
 
     do_HEAD = do_GET
 
@@ -318,7 +318,7 @@ class Handler(BaseHTTPRequestHandler):
                 named_file = run.file(name)
         if named_file is None:
             self._refuse(
-                HTTPStatus.NOT_FOUND, "No event of the run names such a file in the run's folder."
+                HTTPStatus.NOT_FOUND, "No event of the run refers to this file in the run's folder."
             )
             return
         try:

@@ -242,7 +242,8 @@ class RankSteps:
         breaks = np.flatnonzero(np.diff(steps) <= 0) + 1
         if len(breaks) + len(self._segments) > RESTARTS:
             raise ConfigurationError(
-                f"{self.path} is damaged: its steps go back {len(breaks)} times within {len(records)} records"
+                f"{self.path} is damaged: its steps go backward {len(breaks)} times within "
+                f"{len(records)} records"
             )
         for row in np.flatnonzero(records["flags"] & FLAG_FIRST).tolist():
             before = self.last

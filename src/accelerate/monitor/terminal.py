@@ -56,9 +56,7 @@ def picture(run: Run, width: int = 100) -> RenderableType:
     notes = [Text(note.replace("`", ""), "red") for note in run.notes()]
     if run.is_empty:
         return Group(
-            Panel(
-                f"Waiting for the first step of {run.name}. It is shown as soon as it is written to {run.folder}."
-            ),
+            Panel(f"Waiting for the first step of {run.name} in {run.folder}."),
             *notes,
         )
     with run.lock:
@@ -191,7 +189,7 @@ def _ranks(shown: View, summary: Summary, width: int) -> RenderableType:
         left_out = f", {len(order)} of {len(rows)} shown"
     return Panel(
         table,
-        title=f"step time without communication, a line for each rank{left_out}",
+        title=f"step time without communication, one line for each rank{left_out}",
         title_align="left",
     )
 

@@ -73,8 +73,8 @@ _LEAST_SHARE = 0.05
 _LEAST_COMPUTATION = 0.75
 _MOST_GROUPS = 3
 _LESS_MEMORY = (
-    "Use smaller batches with gradient accumulation, or compare layouts with `accelerate plan`. The events link what "
-    "the allocator held."
+    "Use smaller batches with gradient accumulation, or compare layouts with `accelerate plan`. "
+    "The events link to what the allocator held."
 )
 
 
@@ -157,8 +157,8 @@ def _findings(summary: Summary) -> list[Finding]:
     ]
     if summary.waiting >= 0.1 and not summary.stragglers and summary.steps >= WINDOW:
         next_step = (
-            "The ranks take turns in being slow: give them batches of equal work (samples of similar length), and "
-            "look for other programs on these machines."
+            "The ranks are slow in turn: give them batches of equal work (samples of similar "
+            "length), and look for other programs on these machines."
         )
         evidence = waiting_sentence(summary)
         findings.append(_finding("uneven_ranks", summary.waiting, evidence, next_step))
@@ -167,8 +167,8 @@ def _findings(summary: Summary) -> list[Finding]:
     if period:
         limit = "slow_steps"
         next_step = (
-            f"Look at what else ran on these machines during steps {period.first:,} to {period.last:,}, and at what "
-            f"is special about {WORDS[period.phase]} there."
+            f"Check what else ran on these machines during steps {period.first:,} to "
+            f"{period.last:,}, and what is special about {WORDS[period.phase]} there."
         )
         if period.is_first:
             limit = "warm_up"

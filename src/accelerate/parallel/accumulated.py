@@ -164,7 +164,8 @@ class AccumulatedGradients:
         strange = [name for name in state if name not in places]
         if strange:
             raise CheckpointError(
-                f"the saved window holds gradients of {', '.join(strange[:5])}, unknown on this rank"
+                f"the saved window contains gradients of {', '.join(strange[:5])}, which this "
+                "rank does not have"
             )
         return {name: _loaded(name, value, places[name].like) for name, value in state.items()}
 
@@ -204,7 +205,7 @@ def _placement(text: str, like: DTensor) -> Placement:
         return Replicate()
     kind, _, inside = text.removesuffix(")").partition("(")
     if kind not in ("S", "P"):
-        raise CheckpointError(f"a saved gradient is laid out as {text}, which cannot be put back")
+        raise CheckpointError(f"a saved gradient has the layout {text}, which cannot be restored")
     if kind == "S":
         return Shard(int(inside))
     return Partial(inside)

@@ -41,8 +41,9 @@ def checkpoint_activations(
     """
     if not modules:
         raise PrepareError(
-            "activation_checkpointing=True finds no module to wrap: choose an auto_wrap_policy that finds the "
-            "model's blocks, TRANSFORMER_BASED_WRAP (...) or SIZE_BASED_WRAP (min_num_params)"
+            "activation_checkpointing=True found no module to wrap: choose an auto_wrap_policy "
+            "that finds the model's blocks, TRANSFORMER_BASED_WRAP (...) or SIZE_BASED_WRAP "
+            "(min_num_params)"
         )
     wrappers: dict[int, nn.Module] = {}
     # The children of wrappers are not to be wrapped again.
@@ -102,8 +103,8 @@ class ActivationOffload:
         kind = DEVICES.get(device.type)
         if kind is None or not kind.pin_memory:
             raise PrepareError(
-                f"activation_offload: {device.type} devices have no pinned host memory. Leave the transform out; "
-                "activation checkpointing saves memory on every device"
+                f"activation_offload: {device.type} devices do not have pinned host memory. "
+                "Remove the transform; activation checkpointing saves memory on every device"
             )
         forward = model.forward
         function = getattr(forward, "__func__", forward)
@@ -123,10 +124,13 @@ class ActivationOffload:
     def describe(self) -> str:
         """What it does in this run, for `explain`."""
         if self.device is None:
-            return "applied to no model yet"
+            return "not applied to a model yet"
         if self.device.type == "cpu":
-            return "nothing to do: on the CPU activations are in host memory"
-        return f"tensors of {self.minimum} bytes or more are in host memory between forward and backward"
+            return "nothing to do: on the CPU, activations are already in host memory"
+        return (
+            f"tensors of at least {self.minimum} bytes are in host memory between forward and "
+            "backward"
+        )
 
 
 class SavedInHostMemory:

@@ -170,8 +170,9 @@ def adapted_plan(
     for name, module in modules.items():
         if hasattr(module, "base_layer") and hasattr(module, "parameter_name"):
             raise PrepareError(
-                f"{name} adapts parameters of experts (target_parameters), which tensor parallelism does not split: "
-                "leave target_parameters out, or shard the model with FSDP2"
+                f"{name} adapts parameters of experts (target_parameters), which tensor "
+                "parallelism does not split: remove target_parameters, or shard the model with "
+                "FSDP2"
             )
         inside = name.removeprefix(prefix)
         inside = re.sub(r"\.(base_layer|original_module|modules_to_save\.[^.]+)$", "", inside)
@@ -189,8 +190,9 @@ def adapted_plan(
         }
         if others:
             raise PrepareError(
-                f"tensor parallelism splits {outer}, whose adapter is {' and '.join(others)}: only LoRA's matrices "
-                "are split. Leave the layer out of target_modules, or shard the model with FSDP2"
+                f"tensor parallelism splits {outer}, whose adapter is {' and '.join(others)}, but "
+                "it can split only LoRA matrices. Remove the layer from target_modules, or shard "
+                "the model with FSDP2"
             )
         if str(style).startswith("colwise"):
             matrix = "lora_B"

@@ -166,10 +166,11 @@ class Strategy:
         empty = next((name for name, tensor in tensors if tensor.is_meta), None)
         if empty is not None:
             raise PrepareError(
-                f"{empty} of {type(model).__name__} is on the meta device and has no values, and {self.name} does not "
-                "initialize it. Build the model on a real device, load its weights (load_checkpoint_and_dispatch), or "
-                "call model.to_empty(device=...) and initialize it. An fsdp_plugin of version 2 initializes such "
-                "models"
+                f"{empty} of {type(model).__name__} is on the meta device and does not have "
+                f"values, and {self.name} does not initialize it. Build the model on a real "
+                "device, load its weights (load_checkpoint_and_dispatch), or call "
+                "model.to_empty(device=...) and initialize it. An fsdp_plugin of version 2 "
+                "initializes such models"
             )
 
     def prepare_model(self, model: torch.nn.Module, evaluation: bool = False) -> PreparedModel:

@@ -46,8 +46,8 @@ def choose_strategy(
         size = plugin.reshard_after_forward
         if parallelism.tp_enabled and type(size) is int and size < shards:
             raise ConfigurationError(
-                f"reshard_after_forward={size} with tp_size={sizes['tp']}: torch builds these groups over all "
-                "processes only, and would hang. Use True or False"
+                f"reshard_after_forward={size} with tp_size={sizes['tp']}: torch builds these "
+                "groups only over all processes and would hang. Use True or False"
             )
         return "fsdp2", {"plugin": plugin, "parallelism": parallelism}
     return ("ddp" if world_size > 1 else "single"), {}
@@ -63,8 +63,9 @@ def check_deepspeed_layout(world_size: int, parallelism: ParallelismConfig) -> N
     ]
     if split:
         raise ConfigurationError(
-            f"{', '.join(split)} with a deepspeed_plugin: DeepSpeed is data parallel here, and shards by its ZeRO "
-            "stage. Give an fsdp_plugin of version 2 with dp_shard_size instead of the deepspeed_plugin"
+            f"{', '.join(split)} with a deepspeed_plugin: DeepSpeed is only data parallel and "
+            "shards by its ZeRO stage. Use an fsdp_plugin of version 2 with dp_shard_size "
+            "instead of the deepspeed_plugin"
         )
 
 
@@ -83,9 +84,9 @@ def _pipeline(
         and fsdp_plugin.reshard_after_forward is not False
     ):
         warn(
-            f"reshard_after_forward={fsdp_plugin.reshard_after_forward} has no effect with pp_size="
-            f"{parallelism.pp_size}: a pipeline keeps the parameters of its stages gathered for all micro-batches. "
-            "Use False, or leave it out"
+            f"reshard_after_forward={fsdp_plugin.reshard_after_forward} has no effect with "
+            f"pp_size={parallelism.pp_size}: a pipeline keeps the parameters of its stages "
+            "gathered for all micro-batches. Use False, or omit it"
         )
     if parallelism.dp_shard_enabled:
         fsdp_plugin = fsdp_plugin or FullyShardedDataParallelPlugin(fsdp_version=2)

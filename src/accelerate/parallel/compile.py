@@ -37,8 +37,8 @@ class Compile:
             for parameter in model.parameters()
         ):
             raise PrepareError(
-                f"torch {torch.__version__} computes wrong gradients in compiled models that are split over tp: use "
-                "torch 2.12 or later, or leave the model uncompiled"
+                f"torch {torch.__version__} computes wrong gradients in compiled models that are "
+                "split over tp: use torch 2.12 or later, or do not compile the model"
             )
         arguments = self.options.to_kwargs()
         regional = bool(self.options.use_regional_compilation)
@@ -68,10 +68,11 @@ def has_repeated_blocks(module: nn.Module) -> bool:
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """A model that computes as `module` does, with its regions compiled; entirely compiled if no block repeats.
+    """A model that computes the same as `module`, with its regions compiled.
 
-    The regions are the entries of each list of equal blocks, and every other submodule without such a list. The
-    result shares all parameters with `module`, which stays uncompiled and can be had back as `result._orig_mod`.
+    If no block repeats, the entire model is compiled. The regions are the entries of each list of equal blocks, and
+    every other submodule without such a list. The result shares all parameters with `module`, which stays uncompiled
+    and is available as `result._orig_mod`.
     `compile_kwargs` are those of `torch.compile`.
     """
     if isinstance(module, nn.ModuleList) and is_repeated_blocks(module):
@@ -85,14 +86,14 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: object) -> nn.Module:
-    """`module` itself, its regions compiled in place: names, hooks and parameters stay as `fully_shard` needs them."""
+    """Compile the regions of `module` in place: names, hooks and parameters stay as `fully_shard` needs them."""
     for region in _regions(module):
         region.compile(**compile_kwargs)
     return module
 
 
 def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: object) -> None:
-    """Compile the regions of `module` in place: DeepSpeed's hooks are on the modules themselves, which must stay."""
+    """Compile the regions of `module` in place, because DeepSpeed's hooks are on the modules themselves."""
     compile_regions_fsdp2(module, **compile_kwargs)
 
 

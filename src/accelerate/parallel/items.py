@@ -52,8 +52,9 @@ class ItemWindow:
         """Backward of a mean over `num_items` (0 for none at all); scales the gradients of `models` where `sync`."""
         if self.spent:
             raise AccelerateError(
-                "backward(loss, num_items=...) was called twice for one optimizer step: its gradients are a mean over "
-                "the window's items already. Add the losses up and call backward once per batch."
+                "backward(loss, num_items=...) was called twice for one optimizer step, but its "
+                "gradients are already a mean over the window's items. Add up the losses and "
+                "call backward once per batch."
             )
         items = self._as_count(num_items, loss.device)
         if self.reference is None:

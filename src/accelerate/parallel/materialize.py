@@ -197,13 +197,14 @@ def spread(
     missing = [name for name, _ in listed if name not in offered]
     if missing and strict:
         raise PrepareError(
-            f"rank 0 gives no value for {len(missing)} tensors of the model: {', '.join(missing[:5])}"
+            f"rank 0 does not have values for {len(missing)} tensors of the model: "
+            f"{', '.join(missing[:5])}"
         )
     for name, target in listed:
         if name in offered and offered[name] != tuple(target.shape):
             raise PrepareError(
-                f"{name} has the shape {tuple(target.shape)} here and {offered[name]} on rank 0: all ranks must build "
-                "the same model"
+                f"{name} has the shape {tuple(target.shape)} here but {offered[name]} on rank 0: "
+                "all ranks must build the same model"
             )
     for name, target in listed:
         if name not in offered:
@@ -264,8 +265,9 @@ def initialise(
             if reset is None and fallback is None:
                 where = f"{canonical_name(name) or 'the model'} ({type(module).__name__})"
                 raise PrepareError(
-                    f"{where} has tensors without storage and no reset_parameters(). Give it one, "
-                    "give the plugin a param_init_fn, or have the weights on rank 0 (cpu_ram_efficient_loading)."
+                    f"{where} has tensors without storage but no reset_parameters(). Define it, "
+                    "pass a param_init_fn to the plugin, or load the weights on rank 0 "
+                    "(cpu_ram_efficient_loading)."
                 )
             if reset is not None:
                 reset()

@@ -66,7 +66,7 @@ def register_matrix_optimizer(cls: type, shapes: Shapes | None = None) -> None:
     """
     if not isinstance(cls, type) or not callable(getattr(cls, "step", None)):
         raise TypeError(
-            f"register_matrix_optimizer takes a class of optimizers with a step, not {cls!r}"
+            f"register_matrix_optimizer takes an optimizer class with a step method, not {cls!r}"
         )
     if shapes is not None and not callable(shapes):
         raise TypeError(
@@ -123,11 +123,14 @@ def _shape_of(
         if viewed is None:
             return None
         shape = tuple(viewed)
-    about = f"{type(optimizer).__name__} updates matrices, and {name} has the shape {list(parameter.shape)}"
+    about = (
+        f"{type(optimizer).__name__} updates matrices, but {name} has the shape "
+        f"{list(parameter.shape)}"
+    )
     if len(shape) < 2:
         raise PrepareError(
-            f"{about}. Give it to another optimizer, such as AdamW; or, if this one updates it element by element, "
-            "return None for it in the shapes of register_matrix_optimizer"
+            f"{about}. Pass it to another optimizer, such as AdamW. If this optimizer updates it "
+            "element by element, return None for it in the shapes of register_matrix_optimizer"
         )
     if shapes is None:
         return shape
@@ -718,11 +721,17 @@ def _meet(name: str) -> None:
     """Wait for all ranks before messages that carry state. Raises CheckpointError if some of them went on."""
     agreement = Agreement(PartialState(), "optimizer")
     subject = f"{name}.state_dict"
-    absent = "The state is gathered from the ranks that own it: call it on every rank, and write it on one"
+    absent = (
+        "The state is gathered from the ranks that own it: call this on every rank, and "
+        "write the result on one"
+    )
     if agreement.rank:
         agreement.announce(subject)
     if others_went_on(agreement, subject, STATE_TIMEOUT):
-        text = f"rank {agreement.rank}: the other ranks did not come to `{subject}`, and went on. {absent}"
+        text = (
+            f"rank {agreement.rank}: the other ranks did not reach `{subject}` and went on. "
+            f"{absent}"
+        )
         agreement.refuse(text)
         raise CheckpointError(text)
     agreement.exchange(subject, None, STATE_TIMEOUT, absent)

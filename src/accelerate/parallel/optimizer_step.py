@@ -132,9 +132,9 @@ def check_flat_shards(optimizer: torch.optim.Optimizer, layout: str, remedy: str
     if find_scope(optimizer) is not Scope.ELEMENT:
         name = type(optimizer).__name__
         warn(
-            f"{name} is not known to update each element independently, and {layout} gives it flat shards of the "
-            f"parameters. If it uses shapes or norms of entire tensors, {remedy}; if not, set "
-            f"{name}.{OPT_OUT} = True"
+            f"{name} may not update each element independently, but {layout} gives it flat shards "
+            f"of the parameters. If it uses shapes or norms of entire tensors, {remedy}; "
+            f"otherwise, set {name}.{OPT_OUT} = True"
         )
 
 
@@ -142,8 +142,8 @@ def refuse_model_scope(optimizer: torch.optim.Optimizer, layout: str, remedy: st
     """Raise PrepareError for an optimizer that needs all parameters at once, where each rank has only some."""
     if find_scope(optimizer) is Scope.MODEL:
         raise PrepareError(
-            f"{type(optimizer).__name__} combines values of all its parameters in each step, and with {layout} a rank "
-            f"has only some of them: {remedy}"
+            f"{type(optimizer).__name__} combines values of all its parameters in each step, but "
+            f"with {layout} a rank has only some of them: {remedy}"
         )
 
 
@@ -164,8 +164,8 @@ def offload_state(optimizer: torch.optim.Optimizer, chunk: int = CHUNK) -> None:
     if not is_elementwise(optimizer):
         names = ", ".join(sorted(elementwise.__name__ for elementwise in ELEMENTWISE))
         raise PrepareError(
-            f"OptimizerOffloadKwargs: the step of {kind.__name__} is not known to update each parameter by itself. "
-            f"Use one of {names}, or leave OptimizerOffloadKwargs out"
+            f"OptimizerOffloadKwargs: the step of {kind.__name__} may not update each parameter "
+            f"separately. Use one of {names}, or remove OptimizerOffloadKwargs"
         )
     for group in optimizer.param_groups:
         if any(hasattr(parameter, "device_mesh") for parameter in group["params"]):

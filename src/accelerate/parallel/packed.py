@@ -258,8 +258,9 @@ class PackedRows:
             return args, kwargs | dict.fromkeys(taken)
         if self.layout and not taken:
             raise ConfigurationError(
-                f"{next(iter(fields))} of a packed batch: {self.layout} does not separate documents. Let the forward "
-                f"of {class_name(plain)} take seq_lens or cu_seqlens, or choose another layout"
+                f"{next(iter(fields))} of a packed batch: {self.layout} does not separate "
+                "documents. Add a seq_lens or cu_seqlens parameter to the forward of "
+                f"{class_name(plain)}, or choose another layout"
             )
         if not self._is_compared and model.training and torch.is_grad_enabled():
             self._is_compared = True
@@ -364,10 +365,11 @@ class PackedRows:
         difference = difference_on_ranks(compare, f"{class_name(plain)} on packed rows")
         if difference:
             raise ConfigurationError(
-                f"{class_name(plain)} computes the documents of a packed row (seq_lens, cu_seqlens) otherwise than as "
-                f"rows of their own: {difference}. Documents are separated in torch.nn.functional."
-                "scaled_dot_product_attention, and position_ids restart where the forward takes them. What else runs "
-                "along a row must know them: give the model's forward a parameter cu_seqlens or seq_lens"
+                f"{class_name(plain)} does not compute the documents of a packed row (seq_lens, "
+                f"cu_seqlens) as it computes separate rows: {difference}. Documents are separated "
+                "in torch.nn.functional.scaled_dot_product_attention, and position_ids restart "
+                "if the forward takes them. All other operations along a row must know the "
+                "documents: add a cu_seqlens or seq_lens parameter to the model's forward"
             )
 
 
@@ -401,5 +403,5 @@ def _tokens_of(inputs: Mapping[str, Any]) -> torch.Tensor:
         if isinstance(value, torch.Tensor) and value.dim() > 1:
             return value
     raise ConfigurationError(
-        "seq_lens and cu_seqlens belong to rows, and no argument of the model is a tensor (batch, length, ...)"
+        "seq_lens and cu_seqlens describe rows, but no argument of the model is a tensor of shape (batch, length, ...)"
     )

@@ -23,7 +23,7 @@ class Placeholder:
 
 
 class DummyOptim(Placeholder):
-    """Stands for the optimizer that a DeepSpeed configuration describes. Pass it to `prepare`.
+    """A placeholder for the optimizer that a DeepSpeed configuration describes. Pass it to `prepare`.
 
     Args:
         params: parameters or groups of parameters, as for an optimizer of torch.
@@ -33,8 +33,8 @@ class DummyOptim(Placeholder):
     """
 
     remedy = (
-        "it stands for the `optimizer` of a DeepSpeed configuration. Give it to one call of prepare with its model, "
-        "in a run with a deepspeed_plugin, or make a torch optimizer"
+        "it stands for the `optimizer` of a DeepSpeed configuration. Pass it to prepare together "
+        "with its model in a run with a deepspeed_plugin, or create a torch optimizer"
     )
 
     def __init__(
@@ -47,7 +47,7 @@ class DummyOptim(Placeholder):
 
 
 class DummyScheduler(Placeholder):
-    """Stands for the scheduler that a DeepSpeed configuration describes. Pass it to `prepare`.
+    """A placeholder for the scheduler that a DeepSpeed configuration describes. Pass it to `prepare`.
 
     Args:
         optimizer: the optimizer, or the `DummyOptim`.
@@ -58,8 +58,9 @@ class DummyScheduler(Placeholder):
     """
 
     remedy = (
-        "it stands for the `scheduler` of a DeepSpeed configuration. Give it to one call of prepare with its model "
-        "and optimizer, in a run with a deepspeed_plugin, or make a torch scheduler"
+        "it stands for the `scheduler` of a DeepSpeed configuration. Pass it to prepare together "
+        "with its model and optimizer in a run with a deepspeed_plugin, or create a torch "
+        "scheduler"
     )
 
     def __init__(
@@ -78,13 +79,16 @@ class DummyScheduler(Placeholder):
 
 
 class MegatronLMDummyDataLoader(Placeholder):
-    """The arguments of Megatron-LM's own dataset, which only Megatron-LM reads.
+    """The arguments of Megatron-LM's own dataset, which only Megatron-LM can read.
 
     Args:
         dataset_kwargs: arguments of Megatron-LM's data provider, such as `data_path` and `seq_length`.
     """
 
-    remedy = "it names the files of Megatron-LM's own dataset, which this library does not read. Give a DataLoader"
+    remedy = (
+        "it names the files of Megatron-LM's own dataset, which this library does not read. "
+        "Use a DataLoader"
+    )
 
     def __init__(self, **dataset_kwargs: object) -> None:
         self.dataset_args = dataset_kwargs
@@ -101,8 +105,9 @@ class MegatronLMDummyScheduler(DummyScheduler):
     """
 
     remedy = (
-        "it stands for Megatron-LM's own schedule, and models of a MegatronLMPlugin train with torch's schedulers "
-        "here. Make one, with the plugin's lr_decay_style and these numbers of steps"
+        "it stands for Megatron-LM's own schedule, but with a MegatronLMPlugin models train with "
+        "torch schedulers here. Create one with the plugin's lr_decay_style and these numbers of "
+        "steps"
     )
 
     def __init__(
@@ -118,7 +123,7 @@ class MegatronLMDummyScheduler(DummyScheduler):
 def refuse_placeholder(obj: object) -> None:
     """Raise PrepareError for an object that would take no effect in this run."""
     if isinstance(obj, Placeholder):
-        raise PrepareError(f"{type(obj).__name__} trains nothing in this run: {obj.remedy}")
+        raise PrepareError(f"{type(obj).__name__} has no effect in this run: {obj.remedy}")
 
 
 def prepare_data_loader(accelerator: Any, dataloader: DataLoader[Any]) -> DataLoader[Any]:
@@ -131,7 +136,7 @@ def prepare_data_loader(accelerator: Any, dataloader: DataLoader[Any]) -> DataLo
 
 
 class AbstractTrainStep:
-    """Base class of a user's own step functions for Megatron-LM. `name` names the kind of model."""
+    """Base class for custom Megatron-LM step functions. `name` is the kind of model."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -154,9 +159,9 @@ class _ModelTrainStep(AbstractTrainStep):
 
     def __init__(self, accelerator: object, args: object) -> None:
         raise ConfigurationError(
-            f"{type(self).__name__} drives a model class of Megatron-LM. Models keep their own classes here: pass the "
-            "model to accelerator.prepare with MegatronLMPlugin or ParallelismConfig, which split it, and call it in "
-            "your loop"
+            f"{type(self).__name__} is for a Megatron-LM model class. Models keep their own "
+            "classes here: pass the model to accelerator.prepare with MegatronLMPlugin or "
+            "ParallelismConfig, which split it, and call it in your loop"
         )
 
 
@@ -173,9 +178,10 @@ class T5TrainStep(_ModelTrainStep):
 
 
 def add_model_config_to_megatron_parser(model_type: str) -> NoReturn:
-    """Refuse to register a function that turns a model's configuration into arguments of Megatron-LM."""
+    """Raise an error: model configurations are not translated into Megatron-LM arguments."""
     raise ConfigurationError(
-        f"add_model_config_to_megatron_parser({model_type!r}): nothing here is translated into arguments of "
-        "Megatron-LM. Models keep their own classes and configurations: leave the registration out, and pass the "
-        "model to accelerator.prepare with MegatronLMPlugin or ParallelismConfig, which split it"
+        f"add_model_config_to_megatron_parser({model_type!r}): nothing is translated into "
+        "Megatron-LM arguments here. Models keep their own classes and configurations: remove "
+        "the registration, and pass the model to accelerator.prepare with MegatronLMPlugin or "
+        "ParallelismConfig, which split it"
     )

@@ -51,7 +51,7 @@ class RankState(Protocol):
 
 
 class PreparedModel:
-    """A model of which this process has all parameters.
+    """A model whose parameters are all on this process.
 
     Args:
         module: what `prepare` returned to the user.
@@ -183,7 +183,7 @@ def added_parameter(prepared: PreparedModel, name: str) -> PrepareError:
 
 
 class PreparedOptimizer:
-    """An optimizer of a run, of which this process has all state, and the prepared model whose parameters it steps.
+    """An optimizer whose state is all on this process, with the prepared model whose parameters it steps.
 
     Args:
         optimizer: the plain optimizer or the prepared one around it.

@@ -238,8 +238,8 @@ class ShardedStrategy(Strategy):
         """No effect but a warning: all ranks gather units together, batch by batch."""
         if self.data_shard[1] > 1:
             logger.warning(
-                f"join_uneven_inputs has no effect under {self.name}: all processes have equally many batches. "
-                "Accelerator(exact=True) counts each sample once"
+                f"join_uneven_inputs has no effect under {self.name}: all processes have the same "
+                "number of batches. Accelerator(exact=True) counts each sample once"
             )
         return super().join(joinables, loaders, even_batches)
 
@@ -309,8 +309,9 @@ class ShardedStrategy(Strategy):
         for shard in shards_of(units or [model]):
             if unsharded_parameter(shard) is not None:
                 raise PrepareError(
-                    f"MasterWeightsKwargs: {class_name(model)} was sharded by hand and has run: its parameters "
-                    "cannot be cast any more. Prepare it before its first forward"
+                    f"MasterWeightsKwargs: {class_name(model)} was sharded before prepare and has "
+                    "already run, so its parameters can no longer be cast. Prepare it before its "
+                    "first forward pass"
                 )
             read_again(shard)
 

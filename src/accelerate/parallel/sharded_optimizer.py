@@ -187,8 +187,9 @@ def check_trained(
 def trains_nothing(optimizer: torch.optim.Optimizer) -> PrepareError:
     """Return the error for an optimizer without parameters of a prepared model."""
     return PrepareError(
-        f"no parameter of {type(optimizer).__name__} belongs to a prepared model: it would train nothing. Make the "
-        "optimizer from the model's parameters, and prepare both together."
+        f"no parameter of {type(optimizer).__name__} belongs to a prepared model, so it would not "
+        "train anything. Create the optimizer from the model's parameters, and prepare both "
+        "together."
     )
 
 
@@ -208,8 +209,9 @@ def lay_out_step(
     if scope is Scope.UNKNOWN and not steps_unsharded(optimizer):
         name = type(optimizer).__name__
         warn(
-            f"{name} is not known to update each element independently: its step gathers entire parameters, gradients "
-            f"and states on every rank. If it supports DTensors, set {name}.{OPT_OUT} = True"
+            f"{name} may not update each element independently: its step gathers entire "
+            "parameters, gradients and states on every rank. If it supports DTensors, set "
+            f"{name}.{OPT_OUT} = True"
         )
     if scope is not Scope.ELEMENT:
         step_unsharded(optimizer)

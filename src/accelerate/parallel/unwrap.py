@@ -105,7 +105,7 @@ def extract_model_from_parallel(
 
 
 def is_peft_model(model: torch.nn.Module) -> bool:
-    """Whether the model inside its wrappers is one of peft's, with adapters."""
+    """Whether the model inside its wrappers is a peft model with adapters."""
     # A package that is not loaded has no objects.
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(
@@ -149,9 +149,10 @@ def save_pretrained(self: torch.nn.Module, *args: object, **kwargs: object) -> o
     given = inspect.signature(original).bind_partial(self, *args, **kwargs).arguments
     if given.get("state_dict", kwargs.get("state_dict")) is None:
         raise PrepareError(
-            f"save_pretrained would write only this process's shard of {type(self).__name__}. Pass "
-            "state_dict=accelerator.get_state_dict(model), which every process has to call. transformers.Trainer does "
-            "so under FSDP with FULL_STATE_DICT; elsewhere set save_strategy='no' and call accelerator.save_model"
+            f"save_pretrained would write only this process's shard of {type(self).__name__}. "
+            "Pass state_dict=accelerator.get_state_dict(model), which every process must call. "
+            "transformers.Trainer does this under FSDP with FULL_STATE_DICT; otherwise set "
+            "save_strategy='no' and call accelerator.save_model"
         )
     return original(self, *args, **kwargs)
 
@@ -182,11 +183,11 @@ def check_names(models: Iterable[nn.Module], names: Iterable[str]) -> None:
         ):
             continue
         if not models:
-            raise PrepareError("forward_methods is given, and no model to prepare")
+            raise PrepareError("forward_methods was passed without a model to prepare")
         known = set[str]().union(*(_public_methods(type(model)) for model in models))
         raise PrepareError(
-            f"forward_methods has {name!r}, and {' and '.join(map(class_name, models))} has no such method"
-            f"{suggestion(name, known)}"
+            f"forward_methods has {name!r}, but {' and '.join(map(class_name, models))} does not "
+            f"have this method{suggestion(name, known)}"
         )
 
 
@@ -277,8 +278,9 @@ def gather_for(model: nn.Module, name: str) -> None:
             if _MIXED not in str(error):
                 raise
             raise PrepareError(
-                f"{class_name(self)}.{name} computes with parameters of a module inside that FSDP2 shards by itself. "
-                "Call that module, or have the fsdp_plugin's auto_wrap_policy leave it to the outermost unit"
+                f"{class_name(self)}.{name} uses parameters of an inner module that FSDP2 shards "
+                "separately. Call that module, or change the fsdp_plugin's auto_wrap_policy so "
+                "that it belongs to the outermost unit"
             ) from error
         finally:
             running_methods.discard(self)
@@ -305,8 +307,9 @@ def _explaining(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             if _MIXED not in str(error):
                 raise
             raise PrepareError(
-                f"{class_name(self)}.{name} computes with parameters of which this process has a shard: FSDP2 gathers "
-                f"them for forward alone. Register it: accelerator.prepare(..., forward_methods=[{name!r}])"
+                f"{class_name(self)}.{name} uses parameters of which this process has only a "
+                "shard: FSDP2 gathers them only for forward. Register the method: "
+                f"accelerator.prepare(..., forward_methods=[{name!r}])"
             ) from error
 
     return call

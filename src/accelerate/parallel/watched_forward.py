@@ -61,7 +61,7 @@ class WatchedForward:
             handles.callback(module.register_forward_hook(leave).remove)
 
     def _enter(self, name: str, module: nn.Module, args: object, kwargs: object) -> None:
-        self.add(f"what {self.running[-1]} gives to {name}", (args, kwargs))
+        self.add(f"what {self.running[-1]} passes to {name}", (args, kwargs))
         self.running.append(name)
 
     def _leave(self, name: str, module: nn.Module, args: object, output: object) -> None:

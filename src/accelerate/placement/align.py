@@ -43,7 +43,7 @@ def _call_untraced(function: Callable[[nn.Module], None], module: nn.Module) -> 
 
 
 class AlignDevicesHook(ModelHook):
-    """Makes a module's weights and its inputs meet on `execution_device` for the forward.
+    """Moves a module's weights and inputs to `execution_device` for the forward pass.
 
     With `offload` the weights are only there during the forward: they come from `weights_map` (by default, what they
     are now, on the CPU) and the module holds them on the meta device in between. `offload_buffers` does the same for
@@ -312,7 +312,7 @@ def attach_execution_device_hook(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedCopies | None = None,
 ) -> None:
-    """Make every module inside `module` that holds weights, and has no hook yet, get its inputs on one device.
+    """Move the inputs of every module inside `module` that holds weights and does not have a hook yet to one device.
 
     Below a module of `preload_module_classes` (class names) none is attached.
     """
@@ -341,7 +341,7 @@ def attach_align_device_hook(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedCopies | None = None,
 ) -> None:
-    """Attach an AlignDevicesHook to every module inside `module` that holds weights itself.
+    """Attach an AlignDevicesHook to every module inside `module` that has its own weights.
 
     `module_name` is the name under which `weights_map` knows the module. One of `preload_module_classes` (class names)
     brings the weights of all its submodules at once, as it uses them without calling their forward.
@@ -524,13 +524,13 @@ def restore_offloaded(model: nn.Module) -> None:
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether the weights of `module` itself are elsewhere, and brought by a hook for its forward."""
+    """Whether `module`'s own weights are offloaded, so that a hook loads them for its forward pass."""
     return offloading_hook(module) is not None
 
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Place | None = None) -> Iterator[None]:
-    """Inside the block the weights of `module` itself are on `execution_device`, also where they are offloaded.
+    """Return a context in which `module`'s own weights are on `execution_device`, even if they are offloaded.
 
     Without a device, offloaded weights come to where the module runs and others stay. What the block writes to
     offloaded weights is lost afterwards.
@@ -591,7 +591,7 @@ def get_state_dict_from_offload(
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
-    """The state dict of a model with all its weights on the CPU, also the ones that hooks keep elsewhere.
+    """The state dict of a model with all its weights on the CPU, including those that hooks keep elsewhere.
 
     Weights on disk are read when they are used, so that the model need not fit in memory.
     """

@@ -67,15 +67,16 @@ def _path(name: str, start: str) -> list[str]:
 
 
 def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
-    """Check that `device_map` gives every tensor of the model's state dict a device.
+    """Check that `device_map` assigns a device to every tensor of the model's state dict.
 
     Raises ValueError with the names of those without one, and TypeError for what is not a mapping. Keys that fit no
     submodule are named in a warning.
     """
     if not isinstance(device_map, Mapping):
         raise TypeError(
-            f"device_map is {device_map!r}, not a mapping of names to devices: infer_auto_device_map makes one, and "
-            "load_checkpoint_and_dispatch takes 'auto'"
+            f"device_map is {device_map!r} instead of a mapping from names to devices: "
+            "infer_auto_device_map creates one, and load_checkpoint_and_dispatch also takes "
+            "'auto'"
         )
     completed = complete_device_map(model, device_map)
     missing = [name for name in model.state_dict() if entry_for(name, completed) is None]
@@ -88,8 +89,8 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     for name, device in device_map.items():
         if str(completed[name]) != str(device):
             raise ValueError(
-                f"device_map puts {name} on {device!r}; it is a further name of a module that is on "
-                f"{completed[name]!r}"
+                f"device_map puts {name} on {device!r}, but this is another name of a module that "
+                f"is on {completed[name]!r}"
             )
     if missing:
         raise ValueError(
@@ -150,10 +151,11 @@ def _check_no_disk(
     block = layers[0] if layers else "none"
     limits = [f"{limit:,.0f} on {device}" for device, limit in get_max_memory(max_memory).items()]
     raise ValueError(
-        "At least one of the model submodule will be offloaded to disk, please pass along an `offload_folder`. "
-        f"The model has {sizes['']:,} bytes, and {sum(missing.values()):,} of them do not fit. Allowed are "
-        f"{', '.join(limits)}; memory for the largest block ({block}, {largest:,} bytes) stays free where offloaded "
-        f"weights would run. Without the disk, allow {sizes[''] + largest:,} bytes of `max_memory` in total"
+        "At least one of the model submodule will be offloaded to disk, please pass along an "
+        f"`offload_folder`. The model has {sizes['']:,} bytes, of which {sum(missing.values()):,} "
+        f"do not fit. The limits are {', '.join(limits)}; memory for the largest block ({block}, "
+        f"{largest:,} bytes) stays free where offloaded weights run. To avoid the disk, allow a "
+        f"total of {sizes[''] + largest:,} bytes in `max_memory`"
     )
 
 
@@ -427,7 +429,7 @@ class _Planner:
             logger.info(
                 "No module could be assigned to these devices, as their `max_memory` is too small:\n"
                 + "\n".join(lines)
-                + "\nThe minimum is that of this plan and may change with the other limits."
+                + "\nThe minimum is for this plan and may change with the other limits."
             )
 
 
@@ -505,8 +507,8 @@ def _free_memory() -> MaxMemory:
                 shared = shared or bool(torch.cuda.get_device_properties(index).is_integrated)
         except RuntimeError as error:
             logger.warning(
-                f"Device {kind}:{index} is left out, as its free memory is not known: {error}. "
-                "Give max_memory to use it"
+                f"Device {kind}:{index} is not used because its free memory is unknown: {error}. "
+                "Pass max_memory to use it"
             )
     # An integrated device uses the main memory: it is counted once, for the device.
     if shared:
@@ -522,7 +524,7 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, Dtype] | None = None,
     low_zero: bool = False,
 ) -> MaxMemory:
-    """Return memory limits with which `infer_auto_device_map` spreads a model evenly over the accelerators.
+    """Return memory limits with which `infer_auto_device_map` distributes a model evenly over the accelerators.
 
     Args:
         model: the model, which may be on the meta device.
@@ -544,8 +546,9 @@ def get_balanced_memory(
         if max_memory is None:
             limits[shared[0]] *= _SHARE_OF_ONE
             logger.info(
-                f"The plan may fill {_SHARE_OF_ONE:.0%} of the memory that is free on device {shared[0]}; the rest is "
-                "left for what a forward pass needs. Give `max_memory` to fill more, at your own risk."
+                f"The plan may fill {_SHARE_OF_ONE:.0%} of the free memory on device {shared[0]}; "
+                "the rest is reserved for the forward pass. Pass `max_memory` to fill more, at "
+                "your own risk."
             )
     sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes)
     total = sizes[""]

@@ -120,21 +120,24 @@ def check_complete(
         if name not in weights:
             if folder is None:
                 raise CheckpointError(
-                    f"the state dict lacks {name} of {kind}: give the complete state_dict"
+                    f"the state dict lacks {name} of {kind}: pass the complete state_dict"
                 )
             raise CheckpointError(
-                f"the offload folder {folder} lacks {name} of {kind}: it is of another model; give an empty one"
+                f"the offload folder {folder} lacks {name} of {kind}: it belongs to a different "
+                "model; use an empty folder"
             )
         if folder is None and weights[name].is_meta:
             raise CheckpointError(
-                f"{name} of {kind} is on the meta device and has no values to offload: load a checkpoint first "
-                "(load_checkpoint_and_dispatch does both), or give a state_dict"
+                f"{name} of {kind} is on the meta device and does not have values to offload: "
+                "load a checkpoint first (load_checkpoint_and_dispatch does both), or pass a "
+                "state_dict"
             )
         shape = index.get(name, {}).get("shape", tensor.shape)
         if tuple(shape) != tensor.shape and type(tensor).__name__ not in QUANTIZED:
             raise CheckpointError(
-                f"the offload folder {folder} has {name} of the shape {tuple(shape)}, and that of {kind} is "
-                f"{tuple(tensor.shape)}: it is of another model; give an empty folder"
+                f"the offload folder {folder} has {name} with the shape {tuple(shape)}, but in "
+                f"{kind} the shape is {tuple(tensor.shape)}: it belongs to a different model; use "
+                "an empty folder"
             )
 
 

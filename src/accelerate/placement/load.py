@@ -53,7 +53,7 @@ class Quantizer(Protocol):
 def load_state_dict(
     checkpoint_file: str | os.PathLike[str], device_map: DeviceMap | None = None
 ) -> dict[str, Any]:
-    """Read the state dict in a file of safetensors or of `torch.save` (tensors only, no code is run).
+    """Read the state dict in a safetensors or `torch.save` file (only tensors; no code is run).
 
     Each tensor is on the device that `device_map` gives it; on the CPU where that is `"disk"` or nothing.
     """
@@ -112,19 +112,24 @@ def load_checkpoint_in_model(
         CheckpointError: no weight of the checkpoint belongs to the model, or `strict` or `fill_meta` find a
             difference. Nothing is loaded if there is a `device_map`.
         RuntimeError: without `device_map`, torch's: a tensor has another shape than in the model.
+
+    Example:
+        with init_empty_weights():
+            model = Model(config)
+        load_checkpoint_in_model(model, "checkpoint", device_map={"": "cuda:0"})
     """
     tied = find_tied_parameters(model)
     casts = _Casts(as_dtype(dtype), keep_in_fp32_modules)
     if device_map is None:
         if quantizer is not None:
             raise ConfigurationError(
-                "quantizer: weights are quantized on their way to a device of `device_map`; give one"
+                "quantizer needs a `device_map`: weights are quantized on their way to a device"
             )
         sharded = model_has_dtensor(model)
         if sharded and dtype is not None:
             raise ConfigurationError(
-                f"dtype={dtype}: the parameters of {type(model).__name__} are sharded already and keep their dtype. "
-                "Convert the model before it is sharded, or use mixed precision."
+                f"dtype={dtype}: the parameters of {type(model).__name__} are already sharded and "
+                "keep their dtype. Convert the model before sharding it, or use mixed precision."
             )
         if sharded or not full_state_dict or broadcast_from_rank0:
             result = _load_distributed(
@@ -204,30 +209,34 @@ class _Result:
             if len(absent) > 1:
                 others = f" ({len(absent) - 1} more weights are missing in the same way)"
             raise CheckpointError(
-                f"the index of {checkpoint} names {indexed[name]} for {name}, and that file does not have it{others}. "
-                "The files are not of one checkpoint: download or save it again"
+                f"the index of {checkpoint} names {indexed[name]} for {name}, but that file does "
+                f"not contain it{others}. The files belong to different checkpoints: download or "
+                "save the checkpoint again"
             )
         if self.unexpected and self.missing and not self.loaded:
             raise CheckpointError(
-                f"{checkpoint} has no weight of {kind}: it has {names_in_words(sorted(self.unexpected))}, and the "
-                f"model has {names_in_words(sorted(self.missing))}. It is of another architecture, or its names have "
-                "another prefix. Nothing was loaded."
+                f"{checkpoint} does not have any weight of {kind}: it has "
+                f"{names_in_words(sorted(self.unexpected))}, but the model has "
+                f"{names_in_words(sorted(self.missing))}. The architecture or the prefix of the "
+                "names differs. Nothing was loaded."
             )
         if not fill_meta:
             return
         empty = {name for name in self.missing if tensor_at(model, name).is_meta}
         if empty:
             raise CheckpointError(
-                f"{checkpoint} does not have {names_in_words(sorted(empty))} of {kind}, which is on the meta device "
-                "and would have no values. Initialize these weights on a device, or tie them. Nothing was loaded."
+                f"{checkpoint} does not have {names_in_words(sorted(empty))} of {kind}, which is "
+                "on the meta device and would not get values. Initialize these weights on a "
+                "device, or tie them. Nothing was loaded."
             )
 
     def log_differences(self, model: nn.Module, checkpoint: Any) -> None:
         kind = type(model).__name__
         if self.unexpected:
             logger.warning(
-                f"Some weights of the model checkpoint at {checkpoint} were not used when initializing {kind}: "
-                f"{sorted(self.unexpected)}. Check that the checkpoint is one of this model."
+                f"Some weights of the model checkpoint at {checkpoint} were not used when "
+                f"initializing {kind}: {sorted(self.unexpected)}. Check that the checkpoint "
+                "belongs to this model."
             )
         if self.missing:
             logger.warning(
@@ -307,8 +316,9 @@ def _load_distributed(
 
     if broadcast and not dist.is_initialized():
         raise ValueError(
-            "broadcast_from_rank0=True sends the weights from one process to the others, and this one is alone: the "
-            "process group has not been initialized (a PartialState or an Accelerator does it)"
+            "broadcast_from_rank0=True sends the weights from one process to the others, but "
+            "this process is alone: the process group is not initialized (create a PartialState "
+            "or an Accelerator first)"
         )
     options = StateDictOptions(full_state_dict=full, broadcast_from_rank0=broadcast, strict=False)
     result = _Result()
@@ -421,8 +431,9 @@ class _Placement:
                 save_offload_index(self.index, self.folder)
             if self.copied:
                 logger.warning(
-                    f"{size_of(self.copied)} of offloaded weights were copied to {self.folder}: only weights of "
-                    "safetensors files are read where they are, and only in the dtype of the file."
+                    f"{size_of(self.copied)} of offloaded weights were copied to {self.folder}: "
+                    "only weights in safetensors files can be read in place, and only in the "
+                    "dtype of the file."
                 )
             if spill_folder is not None:
                 load_offloaded_weights(self.model, self.spilled, spill_folder)
@@ -518,7 +529,7 @@ def statistics_name(weight_name: str) -> str:
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
-    """Bring the weights of an index of `offload_weight` back into `model`, on the CPU; the folder may go then."""
+    """Load the weights of an `offload_weight` index back into `model` on the CPU; the folder can then be removed."""
     entries = index or {}
 
     def read(name: str) -> torch.Tensor:

@@ -17,9 +17,9 @@ MOVES = ("to", *(kind.type for kind in DEVICES.values() if kind.moves_modules))
 
 
 class ModelHook:
-    """What is called around the forward of a module, and when it is attached and detached. This one does nothing.
+    """Functions that are called around the forward pass of a module, and when the hook is attached and detached.
 
-    With `no_grad` the forward itself runs without gradients.
+    Those of this base class have no effect. With `no_grad` the forward itself runs without gradients.
     """
 
     no_grad = False
@@ -47,7 +47,7 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Several hooks as one, called in their order."""
+    """Several hooks as one, called in order."""
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
@@ -142,7 +142,7 @@ def _forward_with_hook(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Take the hook of `module` away, with `recurse` those of all its submodules too; returns the module."""
+    """Remove the hook of `module`, with `recurse` also those of all its submodules, and return the module."""
     if hasattr(module, "_hf_hook"):
         hook: Any = module._hf_hook
         hook.detach_hook(module)
@@ -167,7 +167,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Take the hooks of `module` and all its submodules away."""
+    """Remove the hooks of `module` and all its submodules."""
     remove_hook_from_module(module, recurse=True)
 
 

@@ -68,7 +68,8 @@ def device_for(name: str, device_map: DeviceMap) -> Any:
     entry = entry_for(name, device_map)
     if entry is None:
         raise ValueError(
-            f"The `device_map` does not contain the module {name}: give it, or a parent of it, a device."
+            f"The `device_map` does not contain the module {name}: assign a device to it or to "
+            "one of its parents."
         )
     return device_map[entry]
 

@@ -42,7 +42,7 @@ def path_of(folder: str | os.PathLike[str], name: str) -> Path:
 def offload_weight(
     weight: torch.Tensor, weight_name: str, offload_folder: Any, index: Index | None = None
 ) -> Any:
-    """Write one weight to `offload_folder/<weight_name>.dat`, its bytes and nothing else, and enter it in `index`.
+    """Write the bytes of one weight to `offload_folder/<weight_name>.dat`, and add it to `index`.
 
     Returns the index. A tensor that is mapped to an earlier file of that name keeps its values. A weight that torchao
     has quantized is a file of `torch.save`.
@@ -50,12 +50,12 @@ def offload_weight(
     is_quantized = is_quantized_tensor(weight)
     if is_wrapper_subclass(weight) and not is_quantized:
         raise TypeError(
-            f"{weight_name} is a {type(weight).__name__}, which holds more than its numbers: only plain tensors and "
-            "those of torchao can be written to an offload folder"
+            f"{weight_name} is a {type(weight).__name__}, which contains more than its numbers: "
+            "only plain tensors and torchao tensors can be written to an offload folder"
         )
     if weight.device.type == "meta":
         raise ValueError(
-            f"{weight_name} is on the meta device: it has no data to write to {offload_folder}"
+            f"{weight_name} is on the meta device, so there is no data to write to {offload_folder}"
         )
     path = path_of(offload_folder, weight_name)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,8 @@ def load_offloaded_weight(
         ) from error
     if size < empty.nbytes:
         raise CheckpointError(
-            f"the offloaded weight {weight_file} cannot be read: it has {size} bytes, its index names {empty.nbytes}"
+            f"the offloaded weight {weight_file} cannot be read: it has {size} bytes, but the "
+            f"index declares {empty.nbytes}"
         )
     try:
         flat = torch.from_file(
@@ -127,7 +128,7 @@ def load_offloaded_weight(
 def save_offload_index(
     index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
-    """Write `index` to `offload_folder/index.json`, added to what that holds already; an empty one writes nothing."""
+    """Add `index` to `offload_folder/index.json`; an empty index is not written."""
     if not index:
         return
     path = Path(offload_folder, INDEX_NAME)
@@ -147,14 +148,15 @@ def check_folder(folder: str | os.PathLike[str]) -> None:
             pass
     except OSError as error:
         raise ConfigurationError(
-            f"the offload folder {folder} cannot be written to ({error.strerror or error}): give another folder"
+            f"the offload folder {folder} cannot be written to ({error.strerror or error}): use "
+            "another folder"
         ) from error
 
 
 def offload_state_dict(
     save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]
 ) -> None:
-    """Write every weight of a state dict, and the index of them, to the folder `save_dir`."""
+    """Write every weight of a state dict and their index to the folder `save_dir`."""
     check_folder(save_dir)
     index: Index = {}
     for name, weight in state_dict.items():
@@ -275,7 +277,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if entry.get("safetensors_file") is None:
             if self.save_folder is None:
                 raise CheckpointError(
-                    f"the index names {key} as a file of an offload folder, and no folder was given"
+                    f"the index names {key} as a file in an offload folder, but no folder was "
+                    "passed"
                 )
             return load_offloaded_weight(path_of(self.save_folder, key), entry)
         tensor = self._files.tensor(entry["safetensors_file"], entry.get("weight_name", key))
@@ -299,10 +302,10 @@ def _read_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
         index = json_text.read(path)
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"{folder} has no {INDEX_NAME}: no weights were offloaded to it"
+            f"{folder} does not contain {INDEX_NAME}: no weights were offloaded to it"
         ) from None
     except (OSError, json_text.JSONTextError) as error:
         raise CheckpointError(f"the index {path} cannot be read: {error}") from error
     if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
-        raise CheckpointError(f"the index {path} does not map names of weights to their entries")
+        raise CheckpointError(f"the index {path} does not map weight names to their entries")
     return index

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Whether some layer of `model` has 4-bit weights of bitsandbytes'."""
+    """Whether a layer of `model` has 4-bit bitsandbytes weights."""
     # If the package is not loaded, no module is an instance of its classes.
     layers = sys.modules.get("bitsandbytes.nn")
     if layers is None:
@@ -42,11 +42,11 @@ def require_bitsandbytes(config: BnbQuantizationConfig) -> None:
     """Raise ImportError if the package is missing or too old for `config`."""
     if config.load_in_8bit and not is_8bit_bnb_available():
         raise ImportError(
-            "quantizing to 8 bits needs the package bitsandbytes >= 0.37.2: pip install bitsandbytes"
+            "quantizing to 8 bits needs bitsandbytes >= 0.37.2: pip install bitsandbytes"
         )
     if config.load_in_4bit and not is_4bit_bnb_available():
         raise ImportError(
-            "quantizing to 4 bits needs the package bitsandbytes >= 0.39: pip install bitsandbytes"
+            "quantizing to 4 bits needs bitsandbytes >= 0.39: pip install bitsandbytes"
         )
 
 
@@ -105,7 +105,9 @@ def replace_with_bnb_layers(
     bnb_quantization_config: BnbQuantizationConfig,
     modules_to_not_convert: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Replace the linear layers of a model by those of bitsandbytes, which quantize when they reach their device.
+    """Replace the linear layers of a model with bitsandbytes layers.
+
+    They quantize their weights when they are moved to their device.
 
     Args:
         model: changed in place.
@@ -184,13 +186,14 @@ def quantized_device_map(
     ]
     if offloaded and config.load_in_4bit:
         raise ConfigurationError(
-            f"{', '.join(name or 'the entire model' for name in offloaded)} would be offloaded, and 4-bit layers "
-            "cannot be. Give `max_memory` or a device with enough memory for the quantized model, or name these "
-            "modules in a `device_map` of your own: they are then kept in `torch_dtype`."
+            f"{', '.join(name or 'the entire model' for name in offloaded)} would be offloaded, "
+            "but 4-bit layers cannot be. Use a `max_memory` or a device with enough memory for "
+            "the quantized model, or name these modules in your own `device_map`: they then stay "
+            "in `torch_dtype`."
         )
     if offloaded:
         logger.info(
-            "Some modules are offloaded to the CPU or the disk. They are converted to 8 bit too."
+            "Some modules are offloaded to the CPU or the disk. They are also converted to 8 bits."
         )
     return dict(device_map)
 
@@ -229,8 +232,8 @@ def load_and_quantize_model(
     if not isinstance(config, BnbQuantizationConfig):
         if not is_torchao_config(config):
             raise ConfigurationError(
-                f"{config!r}: load_and_quantize_model takes a BnbQuantizationConfig or a configuration of torchao, "
-                "such as torchao.quantization.Int8WeightOnlyConfig()"
+                f"{config!r}: load_and_quantize_model takes a BnbQuantizationConfig or a torchao "
+                "configuration, such as torchao.quantization.Int8WeightOnlyConfig()"
             )
         _require_weights(model, weights_location)
         left_out = get_keys_to_not_convert(model)
@@ -249,7 +252,7 @@ def load_and_quantize_model(
         )
     if skip_modules is not None:
         raise ConfigurationError(
-            "skip_modules goes with torchao: give BnbQuantizationConfig(skip_modules=...)"
+            "skip_modules is for torchao: use BnbQuantizationConfig(skip_modules=...) instead"
         )
     require_bitsandbytes(config)
     skip = get_keys_to_not_convert(model)
@@ -298,7 +301,8 @@ def _require_weights(model: nn.Module, weights_location: str | os.PathLike[str] 
 def _quantize_in_place(model: nn.Module, config: BnbQuantizationConfig) -> nn.Module:
     """Convert a model that holds its weights, and move it to the main device, where the new layers quantise."""
     logger.warning(
-        "A loaded model is quantized. Make it under `init_empty_weights()` to save memory."
+        "The model to quantize is already loaded. Create it under `init_empty_weights()` to save "
+        "memory."
     )
     full = config.keep_in_fp32_modules or []
     for name, tensor in list(named_module_tensors(model, recurse=True)):
@@ -327,8 +331,9 @@ class WeightQuantizer:
         self.names: set[str] = {join(name, "weight") for name in linear_layers(model, skip)}
         if not self.names:
             raise ConfigurationError(
-                f"{type(model).__name__} has no linear layer to quantize with {type(config).__name__}: all are in "
-                f"skip_modules={list(skip)!r}, or there are none"
+                f"{type(model).__name__} does not have a linear layer to quantize with "
+                f"{type(config).__name__}: there are none, or all are in "
+                f"skip_modules={list(skip)!r}"
             )
 
     def __contains__(self, name: str) -> bool:

@@ -43,7 +43,7 @@ def as_dtype(dtype: Dtype | None) -> Any:
     value = getattr(torch, dtype.removeprefix("torch."), None)
     if not isinstance(value, torch.dtype):
         raise ValueError(
-            f"{dtype!r} is not a torch dtype: give one such as 'float16' or torch.float16"
+            f"{dtype!r} is not a torch dtype: use a dtype such as 'float16' or torch.float16"
         )
     return value
 
@@ -53,7 +53,7 @@ _get_proper_dtype = as_dtype
 
 
 def dtype_byte_size(dtype: Dtype) -> int | float:
-    """Bytes that one value of `dtype` takes; a bool counts as one bit, as does a 4-bit type as half a byte."""
+    """The size of one value of `dtype` in bytes; a bool counts as one bit, and a 4-bit type as half a byte."""
     dtype = as_dtype(dtype)
     if isinstance(dtype, CustomDtype):
         return _CUSTOM_BYTES[dtype]
@@ -73,9 +73,9 @@ def _byte_size(dtype: torch.dtype) -> int | float:
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """Bytes of a size written as text: `"5GB"` or `"5gb"` (10^9), `"5GiB"` (2^30), `"5Gb"` (bits); numbers pass.
+    """Convert a size written as text to bytes: `"5GB"` or `"5gb"` (10^9), `"5GiB"` (2^30), `"5Gb"` (bits).
 
-    Raises ValueError for any other text and for a negative size.
+    Numbers are returned unchanged. Raises ValueError for any other text and for a negative size.
     """
     if isinstance(size, (int, float)) and not isinstance(size, bool) and size >= 0:
         return int(size)
@@ -116,7 +116,7 @@ def named_module_tensors(
 def compute_module_total_buffer_size(
     model: nn.Module, dtype: Dtype | None = None, special_dtypes: Mapping[str, Dtype] | None = None
 ) -> int:
-    """The bytes of all buffers of a model; the arguments are those of `compute_module_sizes`."""
+    """The size in bytes of all buffers of a model; the arguments are those of `compute_module_sizes`."""
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
 
 
@@ -126,7 +126,7 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int],
     modules_to_treat: Sequence[Any],
 ) -> tuple[int, list[str], list[Any]]:
-    """The bytes of a module together with the modules that have the parameters tied to it, their names, and they.
+    """The size in bytes of a module and of the modules with tied parameters, with their names and the modules.
 
     Args:
         tied_params: the names of the tied parameters in other modules.
@@ -324,7 +324,7 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """The bytes of the model, and of its largest layer with the names of all layers of that size.
+    """The size of the model in bytes, and that of its largest layer with the names of all layers of this size.
 
     Modules of the model's own `_no_split_modules` (class names) count as one layer.
     """

@@ -90,7 +90,7 @@ def _check_trainable(kind: str, places: set[Any], device: torch.device) -> None:
     if offloaded:
         raise PrepareError(
             f"{kind} has 8- or 4-bit weights, and its hf_device_map offloads modules to "
-            f"{' and '.join(sorted(offloaded))}: such a model cannot be trained. Load it with "
+            f"{' and '.join(sorted(offloaded))}, so it cannot be trained. Load it with "
             f"device_map={{'': {str(device)!r}}}"
         )
     if len(places) != 1:
@@ -104,8 +104,9 @@ def _check_trainable(kind: str, places: set[Any], device: torch.device) -> None:
         is_elsewhere = loaded_on != (device.index or 0)
     if is_elsewhere:
         raise PrepareError(
-            f"{kind} has 8- or 4-bit weights on device {loaded_on}, this process trains on {device}: they cannot be "
-            "moved. Load it with device_map={'': Accelerator().local_process_index}"
+            f"{kind} has 8- or 4-bit weights on device {loaded_on}, but this process trains on "
+            f"{device}, and the weights cannot be moved. Load it with device_map={{'': "
+            "Accelerator().local_process_index}"
         )
 
 
@@ -131,9 +132,10 @@ def _check_gradient(name: str, module: nn.Module, inputs: tuple[Any, ...], outpu
     loses_gradient = inputs and inputs[0].requires_grad and not output.requires_grad
     if loses_gradient and torch.is_grad_enabled():
         raise PrepareError(
-            f"{name}.weight is a {type(module.weight).__name__} whose kernel on {output.device} has no backward: what "
-            "comes before this layer would train without its gradient. Quantize the base with a configuration for "
-            "weights only, such as torchao.quantization.Int8WeightOnlyConfig"
+            f"{name}.weight is a {type(module.weight).__name__} whose kernel on {output.device} "
+            "does not support the backward pass: layers before this one would train without its "
+            "gradient. Quantize the base with a weight-only configuration, such as "
+            "torchao.quantization.Int8WeightOnlyConfig"
         )
 
 

@@ -110,15 +110,16 @@ def as_device(device: Place) -> torch.device:
         kind = devices.accelerator_type()
         if kind is None:
             raise ConfigurationError(
-                f"device {device} is the number of an accelerator, and this machine has none. "
-                "Use 'cpu', 'disk' or the full name of a device."
+                f"device {device} is the index of an accelerator, but this machine does not have "
+                "one. Use 'cpu', 'disk' or the full name of a device."
             )
         return torch.device(kind, device)
     try:
         named = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigurationError(
-            f"{device!r} is not a device: use the number of an accelerator, 'cpu', 'disk' or a name such as 'cuda:0'"
+            f"{device!r} is not a device: use the index of an accelerator, 'cpu', 'disk' or a "
+            "name such as 'cuda:0'"
         ) from error
     if named.index is None and named.type == devices.accelerator_type():
         return torch.device(named.type, torch.accelerator.current_device_index())
@@ -143,7 +144,8 @@ def check_devices(device_map: Mapping[str, Any]) -> None:
             has = f"{count} {kind} devices"
         if (device.index or 0) >= count:
             raise ConfigurationError(
-                f"the device map puts {name or 'the entire model'} on {entry!r}, and this machine has {has}"
+                f"the device map puts {name or 'the entire model'} on {entry!r}, but this machine "
+                f"has {has}"
             )
 
 
@@ -166,7 +168,7 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    """Put one tensor of `module`, by its dotted name, on `device`, with another `value` where one is given.
+    """Move one tensor of `module`, by its dotted name, to `device`, with a new `value` if one is passed.
 
     A value takes the dtype that the tensor has, or `dtype`; integers keep their own dtype where `dtype` is given. A
     tensor on the meta device holds no data and needs a value. `fp16_statistics` are the row scales of an 8-bit weight.

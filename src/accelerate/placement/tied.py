@@ -16,13 +16,13 @@ from .names import DeviceMap, device_for, owner_of, tensor_at
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Groups of names under which one parameter of `model` is known, each sorted; none for a parameter of one name.
+    """The groups of names that refer to the same parameter of `model`, each sorted.
 
     Works on the meta device too, as it compares the identity of the parameters. Tie first, move later: parameters
     that were moved one by one are no longer the same. Takes no further arguments: a TypeError names any.
     """
     if kwargs:
-        raise TypeError(f"find_tied_parameters takes a model alone, not {', '.join(kwargs)}")
+        raise TypeError(f"find_tied_parameters takes only a model, not {', '.join(kwargs)}")
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in nn.Module.named_parameters(model, remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -30,7 +30,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
-    """Make each group of names in `tied_params` one parameter again: the first of it that holds data."""
+    """Tie each group of names in `tied_params` to one parameter again: the first that has data."""
     for group in tied_params:
         tensors = [tensor_at(model, name) for name in group]
         with_data_first = sorted(tensors, key=lambda tensor: tensor.is_meta)
@@ -80,7 +80,7 @@ def check_tied_parameters_on_same_device(
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """What identifies the memory of a tensor while it lives: device, address and bytes of its storage.
+    """The identity of a tensor's memory: device, address and size of its storage.
 
     Tensors that share memory share it, also where they are different views of it.
     """

@@ -65,7 +65,7 @@ def _unpickled(path: str, mapped: bool) -> Mapping[str, Any]:
         why = str(error)[:500] or "it is empty or incomplete"
         raise CheckpointError(f"{path} cannot be read as a state dict: {why}") from error
     if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
-        raise CheckpointError(f"{path} holds a {type(state).__name__} that is not a state dict")
+        raise CheckpointError(f"{path} contains a {type(state).__name__} that is not a state dict")
     return state
 
 
@@ -89,7 +89,7 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
             self.header: Header = read_header(path)
         except FileNotFoundError:
             raise CheckpointError(
-                f"{path}, where offloaded weights are kept, does not exist any more"
+                f"{path}, which contains offloaded weights, no longer exists"
             ) from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
@@ -107,7 +107,8 @@ class SafetensorsFile(Mapping[str, torch.Tensor]):
             now = os.stat(self.path)
             if now.st_ino == self.state.st_ino and now.st_mtime_ns != self.state.st_mtime_ns:
                 raise CheckpointError(
-                    f"{self.path} was changed after its weights had been offloaded from it: load the model again"
+                    f"{self.path} was changed after weights were offloaded from it: load the "
+                    "model again"
                 )
         if entry.start == entry.end:
             return torch.empty(entry.shape, dtype=entry.dtype)
@@ -205,17 +206,15 @@ def _indexed(index_file: str) -> dict[str, str]:
     if isinstance(index, dict):
         weight_map = index.get("weight_map", index)
     if not isinstance(weight_map, dict):
-        raise CheckpointError(f"the index {index_file} has no `weight_map`")
+        raise CheckpointError(f"the index {index_file} does not have a `weight_map`")
     folder = os.path.dirname(index_file)
     files: dict[str, str] = {}
     for weight, name in weight_map.items():
         if not isinstance(name, str):
-            raise CheckpointError(
-                f"the index {index_file} does not map names of weights to names of files"
-            )
+            raise CheckpointError(f"the index {index_file} does not map weight names to file names")
         if not name or "\0" in name or os.path.isabs(name) or ".." in name.split("/"):
             raise CheckpointError(
-                f"the index {index_file} names a file outside of its folder: {name[:200]!r}"
+                f"the index {index_file} names a file outside its folder: {name[:200]!r}"
             )
         files[weight] = os.path.join(folder, name)
     return files
@@ -242,7 +241,7 @@ class SafetensorsFiles:
         """Raises CheckpointError where the file is gone, broken or changed, or does not hold the tensor."""
         file = self.open(path)
         if name not in file:
-            raise CheckpointError(f"{file.path} has no tensor {name}")
+            raise CheckpointError(f"{file.path} does not contain the tensor {name}")
         return file[name]
 
     def __deepcopy__(self, memo: Any) -> SafetensorsFiles:

@@ -14,10 +14,12 @@ from ..core.enums import PIPELINE_SCHEDULES
 
 # Layouts that a run refuses, and why; those of models with experts.
 REFUSED = {
-    "pp+cp": "a run refuses it: a pipeline divides batches, and cp_size and sp_size divide sequences"
+    "pp+cp": "a run rejects it: a pipeline divides batches, but cp_size and sp_size divide "
+    "sequences"
 }
 REFUSED_EXPERTS = {
-    "ep+pp": "a run refuses it: experts are sharded while the model is loaded, and a pipeline takes the plain model"
+    "ep+pp": "a run rejects it: experts are sharded while the model is loaded, but a pipeline "
+    "takes the plain model"
 }
 # The smallest fraction of a model that SIZE_BASED_WRAP makes a unit, for models that do not name their blocks.
 _UNIT = 1 / 32

@@ -86,15 +86,16 @@ def describe(
         r"(?:(\d+)x)?(\d+)x(\d+(?:\.\d+)?(?=gi?b)gi?b|[a-z][a-z0-9]*)", text.strip().lower()
     )
     if not parts or int(parts[2]) < 1 or int(parts[1] or 1) < 1:
-        raise ConfigurationError(f"--machine {text!r} is not understood: give {_FORM}")
+        raise ConfigurationError(f"--machine {text!r} cannot be parsed: use {_FORM}")
     machines = int(parts[1] or 1)
     count = int(parts[2])
     what = parts[3]
     size = re.fullmatch(r"([\d.]+)g(i?)b", what)
     if not size and what not in PUBLISHED:
         raise ConfigurationError(
-            f"--machine {text!r}: the device {what!r} is unknown; known are {', '.join(PUBLISHED)}. Else give its "
-            f"memory, as 80GB, with --tflops and --link"
+            f"--machine {text!r}: the device {what!r} is unknown; known devices: "
+            f"{', '.join(PUBLISHED)}. For other devices, use the memory (such as 80GB) with "
+            "--tflops and --link"
         )
     assumed = ""
     unit = GIGA
@@ -104,7 +105,7 @@ def describe(
         if size[2]:
             unit = GIB
         if not (tflops and link):
-            assumed = f"; speeds assumed: those of {_ASSUMED}"
+            assumed = f"; assumed speeds: those of {_ASSUMED}"
     else:
         published = PUBLISHED[what]
         memory = published.memory

@@ -50,7 +50,7 @@ class BatchShape:
                 )
             )
         if layout.sequence_ranks > 1 and self.dtype is not None and self.dtype.is_floating_point:
-            raise ConfigurationError(f"a batch of {self} has no sequences of tokens to split")
+            raise ConfigurationError(f"a batch of {self} does not have token sequences to split")
         # The balanced split of context parallelism cuts each sequence into two pieces a rank.
         pieces = layout.sequence_ranks * (2 if "cp" in dict(layout.sizes) else 1)
         if layout.sequence_ranks > 1 and self.length % pieces:
@@ -77,8 +77,8 @@ def parse_batch(text: str) -> BatchShape:
         or (match and match[2] and not isinstance(dtype, torch.dtype))
     ):
         raise ConfigurationError(
-            f"--batch {text!r} is not a batch: give samples x tokens (32x512), or samples x the shape of one with its "
-            "dtype (32x3x224x224:float32)"
+            f"--batch {text!r} is not a batch: use samples x tokens (32x512), or samples x the "
+            "shape of a sample and its dtype (32x3x224x224:float32)"
         )
     return BatchShape(numbers[0], tuple(numbers[1:]), dtype)
 
@@ -90,7 +90,8 @@ def from_function(text: str) -> nn.Module:
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigurationError(
-            f"{text}: the module {module_name} ({module.__file__}) has no function {name!r}"
+            f"{text}: the module {module_name} ({module.__file__}) does not have a function "
+            f"{name!r}"
         )
     try:
         with torch.device("meta"):

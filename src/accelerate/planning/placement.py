@@ -209,7 +209,9 @@ def _missing(
     rows = []
     for device, size in missing.items():
         if device == "disk":
-            rows.append(f"{size_of(size)} of weights fit on no device and would stay on the disk")
+            rows.append(
+                f"{size_of(size)} of weights do not fit on any device and would stay on the disk"
+            )
         else:
             rows.append(
                 f"device {device} has {size_of(limits[device])} and needs {size_of(size)} more"
@@ -240,7 +242,8 @@ def _cached_layers(model: nn.Module, unsplittable: list[str]) -> list[str]:
     ]
     if not blocks:
         raise ConfigurationError(
-            f"cache_tokens: {type(model).__name__} does not name its blocks: give no_split_module_classes"
+            f"cache_tokens: {type(model).__name__} does not name its blocks: pass "
+            "no_split_module_classes"
         )
     return blocks
 

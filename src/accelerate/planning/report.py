@@ -96,9 +96,10 @@ def shortage(rows: Sequence[Estimate], machine: Machine) -> str | None:
     kinds = nearest.kinds or {}
     most = max(kinds, key=lambda kind: kinds[kind])
     return (
-        f"nothing fits into {size_of(machine.memory)} per rank: the nearest, {nearest.layout.name}, needs up to "
-        f"{size_of(nearest.memory.high)}, {size_of(nearest.memory.high - machine.memory)} more. Its largest share are "
-        f"{most}, {size_of(kinds[most])}. More ranks or a smaller --batch reduce it"
+        f"no layout fits in {size_of(machine.memory)} per rank: the closest, "
+        f"{nearest.layout.name}, needs up to {size_of(nearest.memory.high)}, which is "
+        f"{size_of(nearest.memory.high - machine.memory)} more. Its largest part is {most}, "
+        f"{size_of(kinds[most])}. More ranks or a smaller --batch reduce it"
     )
 
 
@@ -139,8 +140,8 @@ def calibrate(machine: Machine, paths: Sequence[str | Path]) -> Machine:
         plan = _measured(Path(path).expanduser())
         if (plan["device"], plan["ranks"]) != (machine.device, machine.ranks):
             raise ConfigurationError(
-                f"--calibrate {path}: it ran on {plan['ranks']} x {plan['device']}, and this plan is for "
-                f"{machine.ranks} x {machine.device}"
+                f"--calibrate {path}: it ran on {plan['ranks']} x {plan['device']}, but this plan "
+                f"is for {machine.ranks} x {machine.device}"
             )
         measured = plan["measured"]
         times.append(measured["step_seconds"] / (sum(plan["step_seconds"]) / 2))
@@ -166,15 +167,15 @@ def _measured(path: Path) -> dict[str, Any]:
         plan = json_text.read(path, limit=1 << 20, numbers=True)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigurationError(f"--calibrate {path}: it cannot be read: {reason}") from None
+        raise ConfigurationError(f"--calibrate {path} cannot be read: {reason}") from None
     if not isinstance(plan, dict) or "step_seconds" not in plan or "device" not in plan:
         raise ConfigurationError(
-            f"--calibrate {path}: it is not a plan that `accelerate plan --write` wrote"
+            f"--calibrate {path} is not a plan that `accelerate plan --write` wrote"
         )
     if "measured" not in plan:
         raise ConfigurationError(
-            f"--calibrate {path}: no run has measured this plan yet. Start one with `accelerate launch "
-            "--config_file`, for at least 6 optimizer steps"
+            f"--calibrate {path}: this plan has not been measured by a run yet. Start one with "
+            "`accelerate launch --config_file`, for at least 6 optimizer steps"
         )
     return plan
 

@@ -162,7 +162,7 @@ def _received_from_all(children: Mapping[Connection, Any], layout: PlannedLayout
                 step = receiver.recv()
             except EOFError:
                 child.join()
-                step = _defect(f"the process of the trace ended with code {child.exitcode}")
+                step = _defect(f"the trace process ended with code {child.exitcode}")
             steps.append(step)
         if step.failure is not None:
             # The other stages wait for this one.
@@ -182,7 +182,7 @@ def _received_from_all(children: Mapping[Connection, Any], layout: PlannedLayout
 
 
 def _defect(what: str, details: str | None = None) -> Step:
-    return Step(failure=f"a defect of accelerate plan: {what}", defect=details or what)
+    return Step(failure=f"a bug in accelerate plan: {what}", defect=details or what)
 
 
 def _in_child(
@@ -331,7 +331,7 @@ def _batch(
     with accelerator.accumulate(model), split:
         loss = loss_of(model(**batch))
         if sequence is not None and not sequence.communication_volume(1):
-            raise PrepareError(f"no attention of the model goes through {sequence.layout}")
+            raise PrepareError(f"none of the model's attention goes through {sequence.layout}")
         accelerator.backward(loss)
         del loss
         parameters = {id(parameter) for parameter in model.parameters()}

@@ -136,15 +136,15 @@ class ScaledPrecision(MixedPrecision):
         )
         if half is not None:
             raise PrepareError(
-                f"mixed_precision='fp16' keeps the weights in fp32, and the parameter {half!r} of "
-                f"{type(model).__name__} is float16: its gradients could not be unscaled. Load the model in float32 "
-                "(or bfloat16 with mixed_precision='bf16')."
+                f"mixed_precision='fp16' keeps the weights in fp32, but the parameter {half!r} of "
+                f"{type(model).__name__} is float16, so its gradients cannot be unscaled. Load "
+                "the model in float32 (or bfloat16 with mixed_precision='bf16')."
             )
         return super().wrap_forward(model, full_outputs)
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`model_forward` with every half-precision tensor of its (nested) output converted to fp32."""
+    """Wrap `model_forward` so that every half-precision tensor of its (nested) output is converted to fp32."""
 
     @functools.wraps(model_forward)
     def forward(*args: object, **kwargs: object) -> Any:
@@ -154,7 +154,7 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 
 
 class ConvertOutputsToFp32:
-    """`convert_outputs_to_fp32` as an object, which refuses to be pickled.
+    """`convert_outputs_to_fp32` as an object that cannot be pickled.
 
     Args:
         model_forward: the function whose outputs are converted.
@@ -170,8 +170,8 @@ class ConvertOutputsToFp32:
 
     def __getstate__(self) -> NoReturn:
         raise pickle.PicklingError(
-            "a forward under mixed precision cannot be pickled: pickle accelerator.unwrap_model(model), which has "
-            "the model's own forward"
+            "the forward of a model under mixed precision cannot be pickled: pickle "
+            "accelerator.unwrap_model(model), which has the original forward"
         )
 
 
@@ -200,7 +200,10 @@ AUTOCAST_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.b
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> contextlib.AbstractContextManager[Any]:
-    """Autocast in the precision of the run (AcceleratorState); a context that does nothing without `native_amp`."""
+    """Return an autocast context in the precision of the run (AcceleratorState).
+
+    Without `native_amp` it has no effect.
+    """
     if not native_amp:
         return contextlib.nullcontext()
     state = AcceleratorState()

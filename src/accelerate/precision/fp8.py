@@ -53,9 +53,10 @@ class Float8Precision(MixedPrecision):
         converted = self.replace_layers(model)
         if not converted:
             raise PrepareError(
-                f"mixed_precision='fp8': none of the {len(linear)} linear layers of {type(model).__name__} was "
-                "converted. Both dimensions of a layer must be multiples of 16, and by default the first and the last "
-                "layer stay as they are (AORecipeKwargs(module_filter_func=...) chooses others)."
+                f"mixed_precision='fp8': none of the {len(linear)} linear layers of "
+                f"{type(model).__name__} was converted. Both dimensions of a layer must be "
+                "multiples of 16, and by default the first and last layers are not converted "
+                "(AORecipeKwargs(module_filter_func=...) chooses others)."
             )
         self.converted += converted
         self.left += [name for name in linear if name not in converted]
@@ -178,8 +179,9 @@ def make_fp8(
 
         return TorchaoPrecision(device_type, options, recipe or AORecipeKwargs(), gathers)
     raise ConfigurationError(
-        f"fp8 through {backend.value} is not driven: MS-AMP was last released for torch 2.1 and does not run "
-        f"on torch {torch.__version__}. Use AORecipeKwargs (torchao) or TERecipeKwargs (Transformer Engine)"
+        f"fp8 with {backend.value} is not supported: MS-AMP was last released for torch 2.1 and "
+        f"does not run on torch {torch.__version__}. Use AORecipeKwargs (torchao) or "
+        "TERecipeKwargs (Transformer Engine)"
     )
 
 
@@ -188,7 +190,7 @@ MULTIPLE = 16
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """The names of the first and the last linear layer of `model`, in the order in which it registers them."""
+    """The names of the first and last linear layers of `model`, in the order in which they are registered."""
     names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
     if not names:
         return None, None
@@ -220,7 +222,7 @@ def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
 
 @torchao_required
 def has_ao_layers(model: nn.Module) -> bool:
-    """Whether some layer of `model` is one of torchao's float8 linear layers."""
+    """Whether a layer of `model` is a torchao float8 linear layer."""
     from torchao.float8.float8_linear import Float8Linear
 
     return any(isinstance(layer, Float8Linear) for layer in model.modules())
@@ -232,7 +234,7 @@ def convert_model_to_fp8_ao(
     config: Float8LinearConfig | None = None,
     module_filter_func: Callable[[nn.Module, str], bool] | None = None,
 ) -> None:
-    """Replace, in place, the linear layers of `model` that the filter takes by torchao's float8 layers.
+    """Replace the linear layers of `model` that the filter selects with torchao float8 layers, in place.
 
     `module_filter_func(layer, name)` decides for each layer; the default takes those whose dimensions are multiples
     of 16, without the first and the last. The layers are new objects, their parameters are the same ones.

@@ -34,7 +34,7 @@ def convert_model(
     _convert_linear: bool = True,
     _convert_ln: bool = True,
 ) -> None:
-    """Replace, in place, the linear and normalization layers of `model` by Transformer Engine's, or back.
+    """Replace the linear and normalization layers of `model` with Transformer Engine layers, or back, in place.
 
     Weights, biases, dtypes and devices are kept. A linear layer with a dimension that is not a multiple of 16 stays as
     it is: the engine has no kernel for it. Call it before the optimizer is made.
@@ -113,7 +113,7 @@ def _copy_parameters(source: nn.Module, target: nn.Module) -> None:
 
 @_needs_engine
 def has_transformer_engine_layers(model: nn.Module) -> bool:
-    """Whether some layer of `model` is one of Transformer Engine's."""
+    """Whether a layer of `model` is a Transformer Engine layer."""
     engine = _engine()
     kinds = (
         engine.LayerNorm,
@@ -136,7 +136,7 @@ def _autocast(engine: Any) -> Callable[[bool, Any], Any]:
 def contextual_fp8_autocast(
     model_forward: Callable[..., Any], fp8_recipe: object, use_during_eval: bool = False
 ) -> Callable[..., Any]:
-    """`model_forward` as a function of (model, ...) that runs under the engine's fp8 autocast.
+    """Wrap `model_forward`, a function of (model, ...), to run under the engine's fp8 autocast.
 
     On while the model trains, and while it is evaluated only with `use_during_eval`.
     """
@@ -156,7 +156,10 @@ def contextual_fp8_autocast(
 
 @_needs_engine
 def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | None) -> nn.Module:
-    """`model`, with its forward under the engine's fp8 autocast by the recipe of the handler; None: the defaults."""
+    """Run the forward of `model` under the engine's fp8 autocast.
+
+    The recipe is that of the handler, or the engine's default.
+    """
     handler = fp8_recipe_handler or TERecipeKwargs()
     forward = contextual_fp8_autocast(
         model.forward, make_recipe(handler), bool(handler.use_autocast_during_eval)
@@ -186,6 +189,7 @@ def make_recipe(handler: TERecipeKwargs) -> Any:
     meaningless = sorted({"amax_history_len", "amax_compute_algo"} & handler.to_kwargs().keys())
     if meaningless:
         raise ConfigurationError(
-            f"MXFP8 block scaling keeps no history of maxima: leave out {', '.join(meaningless)} of the fp8 recipe"
+            "MXFP8 block scaling does not keep a history of maxima: remove "
+            f"{', '.join(meaningless)} from the fp8 recipe"
         )
     return recipe.MXFP8BlockScaling(**both)

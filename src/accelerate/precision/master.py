@@ -170,8 +170,9 @@ def _refuse_sparse(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise PrepareError(
-                f"MasterWeightsKwargs: {name} ({type(module).__name__}) gives sparse gradients, which fp32 master "
-                "weights do not support. Build it with sparse=False, or leave MasterWeightsKwargs out"
+                f"MasterWeightsKwargs: {name} ({type(module).__name__}) has sparse gradients, "
+                "which fp32 master weights do not support. Build it with sparse=False, or remove "
+                "MasterWeightsKwargs"
             )
 
 
@@ -284,9 +285,9 @@ class MasterStep:
     def _prove(self, before: list[int], optimizer: torch.optim.Optimizer) -> None:
         if self._versions_now() != before:
             raise PrepareError(
-                f"MasterWeightsKwargs: {type(optimizer).__name__} steps the bf16 parameters themselves: it has "
-                "references to them outside of its param_groups. Use another optimizer, or "
-                "leave MasterWeightsKwargs out"
+                f"MasterWeightsKwargs: {type(optimizer).__name__} steps the bf16 parameters "
+                "themselves, because it refers to them outside its param_groups. Use another "
+                "optimizer, or remove MasterWeightsKwargs"
             )
         self._is_proven = True
 
@@ -336,8 +337,9 @@ def attach(optimizer: torch.optim.Optimizer, precision: MasterPrecision) -> None
     )
     if hasattr(optimizer, "fused_backward"):
         raise PrepareError(
-            f"MasterWeightsKwargs: {kind.__name__} updates the parameters in the backward, which master weights do "
-            "not support. Use another optimizer, or leave MasterWeightsKwargs out"
+            f"MasterWeightsKwargs: {kind.__name__} updates the parameters in the backward pass, "
+            "which master weights do not support. Use another optimizer, or remove "
+            "MasterWeightsKwargs"
         )
     master_step = MasterStep(precision)
     master_step.look(optimizer)

@@ -25,7 +25,8 @@ def check_policy(policy: Any, mixed_precision: str) -> PrecisionPolicy:
     """A policy with dtypes for names of them. Raises ConfigurationError for what a run of that precision cannot do."""
     if policy and mixed_precision not in ("bf16", "fp16"):
         raise ConfigurationError(
-            f"precision_policy needs mixed_precision='bf16' or 'fp16', and it is {mixed_precision!r}"
+            "precision_policy needs mixed_precision='bf16' or 'fp16', but it is "
+            f"{mixed_precision!r}"
             + (
                 ", in which each module computes in the dtype of its weights"
                 if mixed_precision == "no"
@@ -55,8 +56,8 @@ def check_matches(policy: PrecisionPolicy, models: Sequence[nn.Module]) -> None:
         if not any(fnmatchcase(name, pattern) for name in names):
             kinds = ", ".join(type(model).__name__ for model in models)
             raise PrepareError(
-                f"precision_policy: no module of {kinds} has a name like {pattern!r}. The names are those of "
-                "model.named_modules()"
+                f"precision_policy: no module of {kinds} has a name that matches {pattern!r}. The "
+                "names are those of model.named_modules()"
             )
 
 

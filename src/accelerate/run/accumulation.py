@@ -74,9 +74,10 @@ class Accumulation:
         self.unreduced.clear()
         if missing:
             raise AccelerateError(
-                f"{type(missing[0].inner).__name__} was passed to accumulate in an earlier batch of this window and "
-                "not in its last one, so its gradients would stay unreduced. Each accumulate counts a batch: pass "
-                "all models to one, accelerator.accumulate(first, second)"
+                f"{type(missing[0].inner).__name__} was passed to accumulate in an earlier batch "
+                "of this window but not in the last one, so its gradients would not be reduced. "
+                "Each accumulate call counts a batch: pass all models to one call, "
+                "accelerator.accumulate(first, second)"
             )
 
     def keeps_gradients(self, optimizer: AcceleratedOptimizer) -> bool:
@@ -102,11 +103,13 @@ class Accumulation:
         for model in self.unreduced:
             if model.trains_with(optimizer.optimizer):
                 raise AccelerateError(
-                    f"{type(optimizer.optimizer).__name__} steps in the middle of an accumulation window: the "
-                    f"gradients of {type(model.inner).__name__} have not been averaged, so that each process would "
-                    "train another model. sync_gradients = True does not average what a backward has left. A window "
-                    "ends with the last batch of a prepared loader; to end it elsewhere, run the forward and backward "
-                    "of its last batch outside of `accumulate`"
+                    f"{type(optimizer.optimizer).__name__} steps in the middle of an accumulation "
+                    f"window: the gradients of {type(model.inner).__name__} have not been "
+                    "averaged, so each process would train a different model. Setting "
+                    "sync_gradients = True does not average gradients from earlier backward "
+                    "passes. A window ends with the last batch of a prepared loader; to end it "
+                    "elsewhere, run the forward and backward pass of its last batch outside "
+                    "`accumulate`"
                 )
 
     def weigh(self, batch: WeighedBatch) -> None:
@@ -196,8 +199,9 @@ class AccumulatedBatch(contextlib.ContextDecorator):
         if window.steps > 1:
             if window.is_open:
                 raise AccelerateError(
-                    "accumulate was entered inside accumulate: each counts a batch, so that one model would step "
-                    "with unreduced gradients. Pass all models to one: accelerator.accumulate(first, second)"
+                    "accumulate was entered inside accumulate: each call counts a batch, so one "
+                    "model would step with unreduced gradients. Pass all models to one call: "
+                    "accelerator.accumulate(first, second)"
                 )
             if sync:
                 window.check_models(self.models)

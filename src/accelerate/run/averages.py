@@ -49,7 +49,8 @@ class AveragedWeights:
     ) -> None:
         if decay is not None and not 0 <= decay < 1:
             raise ConfigurationError(
-                f"decay={decay}: it is at least 0 and less than 1, or None for the mean (SWA)"
+                f"decay={decay}: use a value of at least 0 and less than 1, or None for the mean "
+                "(SWA)"
             )
         self.updates: int = 0
         self._model: PreparedModel | None = prepared  # None once it is released
@@ -75,9 +76,9 @@ class AveragedWeights:
         for average in self._averages:
             if average.dtype in (torch.bfloat16, torch.float16):
                 raise PrepareError(
-                    f"track_average: weights of {class_name(prepared.inner)} are {average.dtype}, in which an average "
-                    "does not move by small steps. Train fp32 weights (mixed_precision='bf16' computes in bf16), or "
-                    "with MasterWeightsKwargs"
+                    f"track_average: weights of {class_name(prepared.inner)} are {average.dtype}, "
+                    "which is too coarse for the small steps of an average. Train fp32 weights "
+                    "(mixed_precision='bf16' still computes in bf16), or use MasterWeightsKwargs"
                 )
 
     @property
@@ -97,8 +98,8 @@ class AveragedWeights:
         """Raise PrepareError for what would use the averages as the weights that train: a step, a save, a load."""
         if self._is_applied:
             raise PrepareError(
-                "inside average.applied() the model has the averages: call optimizer.step, save_state and "
-                "load_state after the block. save_model saves the averages alone"
+                "inside average.applied(), the model holds the averages: call optimizer.step, "
+                "save_state and load_state after the block. save_model saves the averages"
             )
 
     def after_step(self, optimizer: AcceleratedOptimizer) -> None:
@@ -148,7 +149,8 @@ class AveragedWeights:
         """
         if self._is_applied:
             raise PrepareError(
-                "average.applied() inside average.applied(): the model has the averages already"
+                "average.applied() was entered inside average.applied(): the model already holds "
+                "the averages"
             )
         weights = self._put(self._averages)
         self._is_applied = True

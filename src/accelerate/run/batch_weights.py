@@ -115,17 +115,19 @@ class BatchWeights:
         weights = {(other.weight, other.samples * in_window) for other in candidates}
         if len(weights) > 1:
             raise AccelerateError(
-                f"{user_line()}: exact=True cannot tell the weight of this loss: it may be of any of "
-                f"{len(candidates)} batches, with {', '.join(str(other.samples) for other in candidates)} samples on "
-                "all processes. Call backward for each batch by itself, and give the model the tensors of the batch, "
-                "or give backward the number of samples: accelerator.backward(loss, num_items=len(inputs))"
+                f"{user_line()}: exact=True cannot determine the weight of this loss: it may "
+                f"belong to any of {len(candidates)} batches, with "
+                f"{', '.join(str(other.samples) for other in candidates)} samples on all "
+                "processes. Call backward for each batch separately and pass the tensors of the "
+                "batch to the model, or pass the number of samples to backward: "
+                "accelerator.backward(loss, num_items=len(inputs))"
             )
         if not self._has_warned and batch.lacks_samples():
             self._has_warned = True
             logger.warning(
-                f"{user_line()}: exact=True counts {batch.local_samples} samples in a batch whose tensors have fewer "
-                "rows. If collate_fn leaves samples out, give backward their number: "
-                "accelerator.backward(loss, num_items=len(inputs))"
+                f"{user_line()}: exact=True counts {batch.local_samples} samples in a batch whose "
+                "tensors have fewer rows. If collate_fn drops samples, pass their number to "
+                "backward: accelerator.backward(loss, num_items=len(inputs))"
             )
         return batch
 

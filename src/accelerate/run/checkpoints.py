@@ -143,8 +143,9 @@ class RunCheckpoints:
         folder, rotation = self._checkpoint_folder(output_dir, is_numbered)
         if rotation is not None and self._is_of_another_run(folder):
             raise ConfigurationError(
-                f"{folder} exists already (save_iteration is {project.iteration}). Resume with load_state() first, "
-                "set ProjectConfiguration.iteration, or use another project_dir: nothing is overwritten."
+                f"{folder} already exists (save_iteration is {project.iteration}) and would be "
+                "overwritten. Resume with load_state() first, set "
+                "ProjectConfiguration.iteration, or use another project_dir."
             )
         options = Options(
             layout=layout,
@@ -292,8 +293,8 @@ class RunCheckpoints:
         samples, samples_here = saved.get("step_samples"), self._step_sizes()["step_samples"]
         if samples and samples_here and samples != samples_here:
             note = (
-                f"an optimizer step had {samples} samples when this was saved and has {samples_here} here: learning "
-                "rates and schedules are not adjusted"
+                f"an optimizer step had {samples} samples when this was saved but has "
+                f"{samples_here} here: learning rates and schedules are not adjusted"
             )
             report.notes.append(note)
             logger.warning(f"{report.folder}: {note}")
@@ -386,7 +387,7 @@ class RunCheckpoints:
         if newest is None:
             return "This run has not saved a checkpoint."
         folder, step = newest
-        return f"The newest checkpoint, {folder}, is {self.step - step} steps old."
+        return f"The latest checkpoint, {folder}, is {self.step - step} steps old."
 
     @property
     def can_interrupt(self) -> bool:
@@ -425,7 +426,7 @@ class RunCheckpoints:
     def _checkpoints_dir(self, caller: str) -> Path:
         if self.project.project_dir is None:
             raise ConfigurationError(
-                f"{caller} needs a folder: give one, or set project_dir in ProjectConfiguration"
+                f"{caller} needs a folder: pass one, or set project_dir in ProjectConfiguration"
             )
         project = location(self.project.project_dir, "project_dir")
         if self._started_in not in (None, _current_folder()) and not project.is_absolute():
@@ -449,7 +450,7 @@ class RunCheckpoints:
             return folder, directory
         if output_dir is None:
             raise ConfigurationError(
-                "save_state() needs a folder: give output_dir, or set "
+                "save_state() needs a folder: pass output_dir, or set "
                 "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
             )
         return location(output_dir, "save_state: output_dir"), None

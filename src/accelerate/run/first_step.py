@@ -44,7 +44,7 @@ _ALONE = 16
 # By how much factors may differ, relative to them, and be the same one.
 _FACTOR_TOLERANCE = 1e-2
 _UNPREPARED_EFFECT = (
-    "so it steps at every batch of an accumulation window and without the scaler of fp16"
+    "so it steps at every batch of an accumulation window and without the fp16 scaler"
 )
 
 
@@ -118,9 +118,10 @@ class FirstStepCheck(RunObserver):
             skipped = getattr(loader, "batches_skipped_twice", 0)
             if skipped:
                 self._log(
-                    f"{user_line()}: after load_state, the loader continued after the first {skipped} batches of an "
-                    f"epoch, and the loop skips {skipped} more, which are not trained on. Remove the `continue` that "
-                    "skips batches, or use accelerator.skip_first_batches instead, which does not skip twice"
+                    f"{user_line()}: after load_state, the loader continued after the first "
+                    f"{skipped} batches of the epoch, but the loop skips {skipped} more, which "
+                    "are not trained. Remove the `continue` that skips batches, or use "
+                    "accelerator.skip_first_batches, which does not skip twice"
                 )
         if self._backwards == 3:
             self._compare_batches()
@@ -133,9 +134,11 @@ class FirstStepCheck(RunObserver):
         self._is_in_backward = False
         if self._stepped_too_early:
             raise PrepareError(
-                "an optimizer stepped inside the backward, as in a hook of register_post_accumulate_grad_hook: DDP "
-                "averages gradients after such hooks, so each process would train another model. Step after "
-                "accelerator.backward, or set fsdp_version=2, which calls these hooks with averaged gradients"
+                "an optimizer stepped inside the backward pass, as in a "
+                "register_post_accumulate_grad_hook hook: DDP averages gradients after such "
+                "hooks, so each process would train a different model. Step after "
+                "accelerator.backward, or set fsdp_version=2, which calls these hooks with "
+                "averaged gradients"
             )
         run = self._run()
         if run is None:
@@ -146,8 +149,9 @@ class FirstStepCheck(RunObserver):
         if has_value and not self._has_infinite_loss and not bool(torch.isfinite(loss.detach())):
             self._has_infinite_loss = True
             self._log(
-                f"{user_line()}: the loss of backward {self._backwards} is {loss.item()}. Look for values in the data "
-                "that are not finite, a division by zero in the loss, or a learning rate that is too high."
+                f"{user_line()}: the loss of backward {self._backwards} is {loss.item()}. Look "
+                "for non-finite values in the data, a division by zero in the loss, or a "
+                "learning rate that is too high."
             )
         self._reached.clear()
         for optimizer in run.objects.optimizers:
@@ -227,7 +231,8 @@ class FirstStepCheck(RunObserver):
         if any(optimizer is prepared.optimizer for prepared in optimizers):
             if self._prepared[optimizer] == 1 and not _keeps_gradients(optimizer, run):
                 self._log(
-                    f"{name} was given to prepare, but is not what prepare returned, {_UNPREPARED_EFFECT}: "
+                    f"{name} was passed to prepare, but this is not the object that prepare returned, "
+                    f"{_UNPREPARED_EFFECT}: "
                     "use the objects that accelerator.prepare returned"
                 )
             return
@@ -235,7 +240,7 @@ class FirstStepCheck(RunObserver):
         # An optimizer may step another one that has the same parameters, also outside of its own step.
         if _identities(optimizer) & _trained(run) - _identities(*optimizers):
             self._log(
-                f"{name} trains a prepared model and was not prepared, {_UNPREPARED_EFFECT}: pass it to "
+                f"{name} trains a prepared model but was not prepared, {_UNPREPARED_EFFECT}: pass it to "
                 "accelerator.prepare"
             )
 
@@ -256,9 +261,9 @@ class FirstStepCheck(RunObserver):
                 folder = run.foreign_checkpoint()
         if folder is not None:
             self._log(
-                f"{folder} exists already, and this run has not loaded it: the first save_state() will fail. Call "
-                "load_state() or resume() before the first step, set ProjectConfiguration.iteration, or use another "
-                "project_dir"
+                f"{folder} already exists, but this run has not loaded it: the first save_state() "
+                "will fail. Call load_state() or resume() before the first step, set "
+                "ProjectConfiguration.iteration, or use another project_dir"
             )
 
     def _check_window(self) -> None:
@@ -270,9 +275,10 @@ class FirstStepCheck(RunObserver):
             is_open = optimizer.stepped_in != run.accumulation.number
             if is_open and all(parameter.grad is None for parameter in parameters_of(optimizer)):
                 self._log(
-                    f"{user_line()}: the gradients of earlier batches of this accumulation window were cleared, so "
-                    f"that the {type(optimizer.optimizer).__name__} does not train on them: call zero_grad of the "
-                    "prepared optimizer, which clears after a step, instead of model.zero_grad()"
+                    f"{user_line()}: the gradients of earlier batches of this accumulation window "
+                    f"were cleared, so the {type(optimizer.optimizer).__name__} does not train on "
+                    "them: instead of model.zero_grad(), call zero_grad of the prepared "
+                    "optimizer, which clears only after a step"
                 )
 
     def _check_parameters(self, optimizer: AcceleratedOptimizer, run: RunCheckpoints) -> bool:
@@ -292,10 +298,11 @@ class FirstStepCheck(RunObserver):
             for name, parameter in model.inner.named_parameters():
                 if parameter.grad is not None and id(parameter) in not_stepped:
                     self._log(
-                        f"{user_line()}: no prepared optimizer steps {name}, which has a gradient, and the "
-                        f"{type(optimizer.optimizer).__name__} has {len(stale)} parameters without a gradient that "
-                        "belong to no prepared model. Was a module replaced after the optimizer was made? Make the "
-                        "optimizer after the last change of the model"
+                        f"{user_line()}: no prepared optimizer steps {name}, which has a "
+                        f"gradient, and the {type(optimizer.optimizer).__name__} has {len(stale)} "
+                        "parameters without a gradient that do not belong to a prepared model. "
+                        "Was a module replaced after the optimizer was created? Create the "
+                        "optimizer after the last change to the model"
                     )
                     return True
         return False
@@ -314,13 +321,13 @@ class FirstStepCheck(RunObserver):
             return
         elif optimizer in self._reached:
             reason = (
-                "its gradients were cleared between the backward and optimizer.step(), so nothing is trained: call "
-                "optimizer.zero_grad() after optimizer.step()"
+                "its gradients were cleared between the backward pass and optimizer.step(), so "
+                "nothing is trained: call optimizer.zero_grad() after optimizer.step()"
             )
         elif len(run.objects.optimizers) == 1:
             reason = (
-                "accelerator.backward has computed no gradient for its parameters: look for torch.no_grad() or "
-                "detach() between the model and the loss"
+                "accelerator.backward did not compute gradients for its parameters: look for "
+                "torch.no_grad() or detach() between the model and the loss"
             )
         else:
             # One of several optimizers may have nothing to do in a step.
@@ -357,8 +364,9 @@ class FirstStepCheck(RunObserver):
         first = self._first("batch", [shard, batch])
         if first is not None and first[0] != shard and first[1] == batch:
             self._log(
-                f"{user_line()}: all processes trained on the same first batch, and no prepared loader gave "
-                "it: pass the DataLoader to accelerator.prepare, or let each process choose its own samples"
+                f"{user_line()}: all processes trained on the same first batch, which did not "
+                "come from a prepared loader: pass the DataLoader to accelerator.prepare, or let "
+                "each process choose its own samples"
             )
 
     def _compare_factors(self, optimizer: AcceleratedOptimizer, run: RunCheckpoints) -> None:
@@ -372,9 +380,10 @@ class FirstStepCheck(RunObserver):
         first = self._first(f"factor {number}", [rank, factor])
         if first is not None and abs(first[1] - factor) > _FACTOR_TOLERANCE * abs(factor):
             self._log(
-                f"{user_line()}: before the step the gradients on rank {rank} were multiplied by {factor:.3g}, and "
-                f"those on rank {first[0]} by {first[1]:.3g}. torch.nn.utils.clip_grad_norm_ computes the norm of the "
-                f"part of the model that a process has under {run.strategy.name}: call "
+                f"{user_line()}: before the step the gradients on rank {rank} were multiplied by "
+                f"{factor:.3g}, and those on rank {first[0]} by {first[1]:.3g}. "
+                "torch.nn.utils.clip_grad_norm_ computes only the norm of the part of the model "
+                f"that a process holds under {run.strategy.name}: call "
                 "accelerator.clip_grad_norm_(model.parameters(), max_norm) instead"
             )
 
@@ -395,9 +404,10 @@ class FirstStepCheck(RunObserver):
             del self._foreign[optimizer]
             if first[0] != rank:
                 self._log(
-                    f"{user_line()}: the {type(optimizer.optimizer).__name__} trains {len(foreign)} parameters that "
-                    f"belong to no prepared model. They have differed on each process for {steps} steps: nothing "
-                    "averages their gradients: pass the model that has them to accelerator.prepare"
+                    f"{user_line()}: the {type(optimizer.optimizer).__name__} trains "
+                    f"{len(foreign)} parameters that do not belong to a prepared model. They have "
+                    f"differed between processes for {steps} steps, because their gradients are "
+                    "not averaged: pass their model to accelerator.prepare"
                 )
 
     def _end_batches(self) -> None:

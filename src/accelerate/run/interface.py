@@ -117,7 +117,7 @@ class RunInterface(ProcessView):
     _loop: RunLoop
 
     def replacement(self, name: str) -> Callable[..., Any] | None:
-        """Return what a subclass or an assignment has put in place of a method of the package; None by default.
+        """Return what a subclass or an assignment uses instead of a method of the package; None by default.
 
         Args:
             name: the name of a method that another one reaches through `self`.
@@ -178,7 +178,7 @@ class RunInterface(ProcessView):
 
     @observed
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather one row for each sample, without the rows that only fill up the last batch.
+        """Gather one row for each sample, without the rows that pad the last batch.
 
         Ranks that read the same samples (tensor, context and pipeline parallelism) contribute them once. After a
         forward on sharded sequences each rank contributes its shard.
@@ -252,11 +252,23 @@ class RunInterface(ProcessView):
     # -- a flag that any process may raise
 
     def set_trigger(self) -> None:
-        """Set a flag on this process, which `check_trigger` then reports on every process."""
+        """Set a flag on this process, which `check_trigger` then reports on every process.
+
+        Example:
+            if not torch.isfinite(loss):
+                accelerator.set_trigger()
+            if accelerator.check_trigger():  # the same answer on every process
+                break
+        """
         self.flag_tensor = torch.tensor(1, device=self.device)
 
     def check_trigger(self) -> bool:
-        """Return whether any process called `set_trigger` since the last True. Every process must call it."""
+        """Return whether any process called `set_trigger` since the last True. Every process must call it.
+
+        Example:
+            if accelerator.check_trigger():
+                break
+        """
         if self.flag_tensor is None:
             self.flag_tensor = torch.tensor(0, device=self.device)
         if bool(self.reduce(self.flag_tensor, "sum") >= 1):
@@ -301,7 +313,7 @@ class RunInterface(ProcessView):
     )
 
     fp8_recipe_handler: Any = computed(
-        lambda self: self.plan.handlers.fp8_recipe, "The recipe of fp8 training, or None."
+        lambda self: self.plan.handlers.fp8_recipe, "The recipe for fp8 training, or None."
     )
     ao_recipe_handler: Any = forwarded(
         "plan.handlers.ao", "The `AORecipeKwargs` of the run, or None.", settable=True
@@ -315,7 +327,7 @@ class RunInterface(ProcessView):
 
     has_fp8_handler: bool = computed(
         lambda self: self.fp8_recipe_handler is not None,
-        "Whether a recipe of fp8 training was given.",
+        "Whether a recipe for fp8 training was passed.",
     )
 
     fp8_enabled: bool = computed(
@@ -353,7 +365,7 @@ class RunInterface(ProcessView):
         return getattr(self.strategy, "engine", None)
 
     split_batches: bool = forwarded(
-        "dataloader_config.split_batches", "Whether batch sizes are of all processes."
+        "dataloader_config.split_batches", "Whether batch sizes are totals over all processes."
     )
     dispatch_batches: bool | None = forwarded(
         "dataloader_config.dispatch_batches",
@@ -362,7 +374,7 @@ class RunInterface(ProcessView):
 
     even_batches: bool = forwarded(
         "dataloader_config.even_batches",
-        "Whether the last batches are filled up so that every process has the same number.",
+        "Whether the last batches are padded so that every process has the same number.",
         settable=True,
     )
 

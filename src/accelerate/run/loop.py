@@ -149,8 +149,8 @@ class MainLoop(RunLoop):
         if optimizer.steps_made == 0:
             if self._controller.is_pending:
                 raise ConfigurationError(
-                    "resume='auto' loads when a prepared loader is first read, and an optimizer steps before any was: "
-                    "read `accelerator.resumed` before the loop"
+                    "resume='auto' loads when a prepared loader is first read, but an optimizer "
+                    "stepped before that: read `accelerator.resumed` before the loop"
                 )
             self._stopper.record_step()
         self._steps_are_seen = True

@@ -60,8 +60,9 @@ class NonFiniteGuard:
         """Raise PrepareError for a closure, which computes its losses inside the step."""
         if closure is not None:
             raise PrepareError(
-                "non_finite: optimizer.step(closure) computes losses while it updates parameters, so that it cannot "
-                "be left out before. Leave non_finite out, or use an optimizer without a closure"
+                "non_finite: optimizer.step(closure) computes losses while it updates "
+                "parameters, so the step cannot be skipped in advance. Remove non_finite, or use "
+                "an optimizer without a closure"
             )
 
     def leaves_out(self, optimizer: AcceleratedOptimizer) -> bool:
@@ -83,16 +84,16 @@ class NonFiniteGuard:
         if position:
             position = f" in {position}"
         if optimizer.left_out < self._limit:
-            logger.warning(f"an optimizer step is left out{position}: {cause}")
+            logger.warning(f"an optimizer step was skipped{position}: {cause}")
             return True
         if self._limit > 1:
-            in_a_row = f", for the step and the {self._limit - 1} before it"
+            in_a_row = f", for this step and the {self._limit - 1} before it"
         else:
             in_a_row = ""
         raise NonFiniteError(
-            f"{cause}{position}{in_a_row}. Nothing was updated by it. Look for values in the data that are not "
-            "finite, a division by zero in the loss, or a learning rate that is too high; "
-            "torch.autograd.detect_anomaly() shows the operation"
+            f"{cause}{position}{in_a_row}. The step did not update anything. Look for non-finite "
+            "values in the data, a division by zero in the loss, or a learning rate that is too "
+            "high; torch.autograd.detect_anomaly() shows the operation"
         )
 
     def _cause_here(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
@@ -151,6 +152,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise PrepareError for an optimizer that updates parameters before its step."""
     if hasattr(optimizer, "fused_backward"):
         raise PrepareError(
-            f"non_finite: {type(optimizer).__name__} updates parameters inside the backward, where no step can be "
-            "left out. Leave non_finite out, or use another optimizer"
+            f"non_finite: {type(optimizer).__name__} updates parameters inside the backward pass, "
+            "where steps cannot be skipped. Remove non_finite, or use another optimizer"
         )

@@ -122,9 +122,7 @@ def check_preparable(objects: Sequence[Any]) -> None:
     """Raise PrepareError for containers of what `prepare` takes, and for names alone: both would stay as they are."""
     if all(isinstance(obj, str) for obj in objects):
         names = ", ".join(objects)
-        raise PrepareError(
-            f"prepare takes the objects themselves, not their names: prepare({names})"
-        )
+        raise PrepareError(f"prepare takes objects, not their names: prepare({names})")
     for obj in objects:
         if isinstance(obj, Placeholder):
             refuse_placeholder(obj)

@@ -70,10 +70,10 @@ class OutOfMemory:
                 self._record(f"{name} of rank {rank}", path=str(path))
         except Exception as failure:
             # What an allocator reports differs between devices and versions of torch; the first error counts.
-            lines.append(f"  the rest cannot be reported: {failure!r}"[:500])
+            lines.append(f"  the rest could not be reported: {failure!r}"[:500])
         lines.append(
-            "  `accelerate plan` estimates the memory of a step for each layout, batch size and recomputation of "
-            "activations"
+            "  `accelerate plan` estimates the memory of a step for each layout and batch size, "
+            "with and without recomputing activations"
         )
         messages.show("\n".join(lines))
 
@@ -110,7 +110,7 @@ def _by_kind(objects: RunObjects, device: torch.device) -> str:
     allocated = getattr(devices.module_of(device), "memory_allocated", None)
     if device.type == "cpu" or allocated is None:
         used = psutil.Process().memory_info().rss
-        remainder = "activations, libraries and the rest of the process"
+        remainder = "activations, libraries and everything else in the process"
     else:
         used = int(allocated(device))
         remainder = "activations and other tensors"

@@ -41,8 +41,8 @@ class PlannedRun(RunObserver):
             self._planned = self._plan["memory_bytes"], self._plan["step_seconds"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(
-                f"ACCELERATE_PLAN_FILE={path}: it is not a file that `accelerate plan --write` wrote ({error}). Write "
-                "it again, or remove plan_file from the configuration"
+                f"ACCELERATE_PLAN_FILE={path} is not a file that `accelerate plan --write` wrote "
+                f"({error}). Write it again, or remove plan_file from the configuration"
             ) from None
         self._device = device
         self._before = psutil.Process().memory_info().rss
@@ -63,7 +63,7 @@ class PlannedRun(RunObserver):
         allocated = device_memory(self._device)
         kind = meaning = "tensors"
         if math.isnan(allocated):
-            kind, meaning = "process", "growth of the process, with its libraries"
+            kind, meaning = "process", "growth of the process, including libraries"
             used = _largest_process() - self._before
         else:
             used = int(allocated)

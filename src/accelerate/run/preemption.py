@@ -145,8 +145,9 @@ class StopController:
         """Stop the run as on a signal to this process."""
         if self._watch is None:
             raise ConfigurationError(
-                "request_stop() needs accelerator.resume() or Accelerator(resume='auto') before it, on every process: "
-                "the processes agree on a step from there on"
+                "request_stop() needs an earlier accelerator.resume() or "
+                "Accelerator(resume='auto') on every process, from which the processes agree on "
+                "a step"
             )
         self._watch.receive(REQUEST)
 
@@ -284,8 +285,8 @@ class StopController:
         least = needed * share
         if left < least:
             logger.warning(
-                f"stop requested by {name}: not saved, as {left:.1f} s are left and a save takes {least:.1f} s. "
-                f"{checkpoints.age_of_newest()}"
+                f"stop requested by {name}: not saved, because {left:.1f} s are left and a save "
+                f"takes {least:.1f} s. {checkpoints.age_of_newest()}"
             )
         else:
             is_brief = left < needed
@@ -294,8 +295,8 @@ class StopController:
             without = ""
             if is_brief:
                 without = (
-                    f" without averages and unfinished gradients, as {left:.1f} s were left and a whole save takes "
-                    f"{needed:.1f} s"
+                    f" without averages and unfinished gradients, because {left:.1f} s were left "
+                    f"and a full save takes {needed:.1f} s"
                 )
             logger.warning(f"stop requested by {name}: saved {folder}{without}")
         checkpoints.trackers.finish()
@@ -324,11 +325,12 @@ class StopController:
             checkpoints = self._checkpoints()
             if name is not None and checkpoints is not None:
                 if left <= 0:
-                    what = "the ranks have not come to a point where all can save"
+                    what = "the ranks did not reach a point where all of them can save"
                     if self._is_stopping:
-                        what = "the save is not complete"
+                        what = "the save is incomplete"
                     logger.warning(
-                        f"stop requested by {name}: the time is over, and {what}. {checkpoints.age_of_newest()}"
+                        f"stop requested by {name}: time ran out, and {what}. "
+                        f"{checkpoints.age_of_newest()}"
                     )
                     # It may be in a collective that no other rank comes to.
                     _exit(self._exit_code(name))

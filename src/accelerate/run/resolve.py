@@ -209,8 +209,9 @@ def _start_process(request: Request, handlers: Handlers, plugins: dict[str, Any]
     process = PartialState(request.cpu, **init)
     if process.use_distributed and not group.is_running():
         raise ConfigurationError(
-            "this process has left the group of its run, by end_training() or destroy_process_group(): make every "
-            "Accelerator of a process before that, and call end_training() once, after the last one"
+            "this process left the process group of its run (by end_training() or "
+            "destroy_process_group()): create every Accelerator of a process before that, and "
+            "call end_training() once, after the last one"
         )
     if fsdp is None or "parallelism_config" in plugins:
         return
@@ -218,9 +219,10 @@ def _start_process(request: Request, handlers: Handlers, plugins: dict[str, Any]
         return
     if not group.is_running() and Topology.from_environment().launcher == "none":
         get_logger(__name__).warning(
-            "one process has nothing to shard: the FSDP plugin has no effect; 16-bit weights stay in 16 "
-            "bits under mixed precision, while several processes train them in fp32. Start several processes with "
-            "`accelerate launch`, or set cpu_offload=True or activation_checkpointing=True to save memory on this one"
+            "with one process there is nothing to shard, so the FSDP plugin has no effect. Under "
+            "mixed precision, 16-bit weights stay in 16 bits, but several processes would train "
+            "them in fp32. Start several processes with `accelerate launch`, or set "
+            "cpu_offload=True or activation_checkpointing=True to save memory on this one"
         )
         del plugins["fsdp_plugin"]
 
@@ -258,8 +260,9 @@ def _shared_state(
     is_fsdp = state.distributed_type is DistributedType.FSDP
     if is_fsdp and state.is_fsdp2 != (state.fsdp_plugin.fsdp_version == 2):
         get_logger(__name__).warning(
-            f"AcceleratorState.is_fsdp2 was replaced and is {state.is_fsdp2}, which changes no layout: models are "
-            f"sharded by the fsdp_plugin's fsdp_version={state.fsdp_plugin.fsdp_version}. Set that instead"
+            f"AcceleratorState.is_fsdp2 was replaced and is {state.is_fsdp2}, which does not "
+            f"change the layout: the fsdp_plugin's fsdp_version={state.fsdp_plugin.fsdp_version} "
+            "decides. Set that instead"
         )
     return state, plugins
 
@@ -303,9 +306,10 @@ def adopt(
         index, count = former.data_shard
         if len(layout.shards) != count or state.process_index not in layout.shards[index]:
             raise PrepareError(
-                f"{kinds}: the ranks that read the same samples are {list(layout.shards)} by the meshes of the "
-                f"parameters, and this Accelerator ({former.name}) has {count} data shards: shard the model on "
-                "accelerator.torch_device_mesh, or leave the fsdp_plugin and the parallelism_config out"
+                f"{kinds}: the ranks that read the same samples are {list(layout.shards)} "
+                f"according to the meshes of the parameters, but this Accelerator ({former.name}) "
+                f"has {count} data shards: shard the model on accelerator.torch_device_mesh, or "
+                "remove the fsdp_plugin and the parallelism_config"
             )
         return resolved
     requested: dict[str, object] = {
@@ -318,9 +322,10 @@ def adopt(
     names = [name for name, is_requested in requested.items() if is_requested]
     if names:
         raise PrepareError(
-            f"{kinds}: parameters are DTensors already, and this Accelerator requests {' and '.join(names)}, which "
-            "starts from the plain model. Leave that out: the model then trains in its own layout; or give prepare "
-            "the plain model, with an fsdp_plugin or a parallelism_config"
+            f"{kinds}: parameters are already DTensors, but this Accelerator requests "
+            f"{' and '.join(names)}, which starts from the plain model. Remove that to train the "
+            "model in its own layout, or pass the plain model to prepare, with an fsdp_plugin or "
+            "a parallelism_config"
         )
     strategy = Adopted(state.device, resolved.precision, models)
     strategy.transforms = former.transforms
@@ -340,11 +345,11 @@ def sort_handlers(objects: list[KwargsHandler] | None) -> Handlers:
         if not names:
             kinds = ", ".join(kind.__name__ for kind in _HANDLER_FIELDS)
             raise ConfigurationError(
-                f"kwargs_handlers holds {handler!r}: it takes objects of {kinds}"
+                f"kwargs_handlers contains {handler!r}: it takes objects of {kinds}"
             )
         if getattr(handlers, names[0]) is not None:
             raise ConfigurationError(
-                f"kwargs_handlers holds two {type(handler).__name__}: give one"
+                f"kwargs_handlers contains two {type(handler).__name__}: pass only one"
             )
         setattr(handlers, names[0], handler)
     return handlers
@@ -370,7 +375,8 @@ def _accumulation(request: Request, origins: dict[str, str]) -> GradientAccumula
     if steps != 1:
         if plugin is not None:
             raise ConfigurationError(
-                f"{name}={steps} and gradient_accumulation_plugin are both given: set num_steps in the plugin"
+                f"{name}={steps} and gradient_accumulation_plugin were both passed: set num_steps "
+                "in the plugin"
             )
         plugin = GradientAccumulationPlugin(num_steps=steps)
     origins[name] = _origin(plugin, variable)
@@ -433,8 +439,8 @@ def _with_tensor_plugin(
     has_mesh = plugin.torch_device_mesh is not None
     if layout.tp_size != plugin.tp_size or (has_mesh and layout.total_size != plugin.tp_size):
         raise ConfigurationError(
-            f"torch_tp_plugin has tp_size={plugin.tp_size}{' and a mesh of tp alone' * has_mesh}, and "
-            f"parallelism_config is {layout}: give the sizes there, and no torch_tp_plugin"
+            f"torch_tp_plugin has tp_size={plugin.tp_size}{' and a mesh of tp alone' * has_mesh}, "
+            f"and parallelism_config is {layout}: set the sizes there, and remove torch_tp_plugin"
         )
     if has_mesh:
         layout.device_mesh = plugin.torch_device_mesh
@@ -449,7 +455,7 @@ def _native_layout(
 
     if "parallelism_config" in plugins:
         raise ConfigurationError(
-            "megatron_lm_plugin and parallelism_config both give the layout: give one"
+            "megatron_lm_plugin and parallelism_config both set the layout: pass only one"
         )
     sizes: dict[str, Any] = {**plugin.parallelism(world)}
     handlers: dict[str, Any] = {}
@@ -461,13 +467,14 @@ def _native_layout(
         handlers["pp_handler"] = PipelineParallelConfig(num_microbatches=plugin.num_micro_batches)
     layout = ", ".join(f"{name}={size}" for name, size in sizes.items())
     note = (
-        f"megatron_lm_plugin: PyTorch runs its layout, ParallelismConfig({layout}). The loop is as with "
-        "any other: model, optimizer and scheduler are yours, a loader's batch is divided into the micro-batches, and "
-        "gradients are clipped by accelerator.clip_grad_norm_"
+        f"megatron_lm_plugin: PyTorch runs its layout, ParallelismConfig({layout}). The loop is "
+        "the same as in other layouts: model, optimizer and scheduler are yours, each batch of "
+        "the loader is divided into micro-batches, and accelerator.clip_grad_norm_ clips "
+        "gradients"
     )
     ignored = ", ".join(plugin.without_counterpart())
     if ignored:
-        note += f". These fields have no counterpart and do nothing: {ignored}"
+        note += f". These fields have no counterpart and no effect: {ignored}"
     get_logger(__name__).warning(note)
     return ParallelismConfig(**sizes, **handlers)
 
@@ -484,8 +491,9 @@ def _precision(
             and origins["mixed_precision"] == "argument"
         ):
             get_logger(__name__).warning(
-                f"mixed_precision='no' (argument), and the DeepSpeed config has {name}.enabled=True, which decides: "
-                f"the engine computes in {name}. Give mixed_precision={name!r}, or set {name}.enabled to False there"
+                "mixed_precision='no' (argument), but the DeepSpeed config has "
+                f"{name}.enabled=True, which takes precedence: the engine computes in {name}. "
+                f"Pass mixed_precision={name!r}, or set {name}.enabled to False there"
             )
         # An engine computes in the precision of its configuration.
         return Precision()
@@ -523,27 +531,28 @@ def check_combination(
     recipe = handlers.fp8_recipe
     master = handlers.master_weights
     offload = handlers.optimizer_offload
-    masters = "kwargs_handlers holds MasterWeightsKwargs"
-    offloads = "kwargs_handlers holds OptimizerOffloadKwargs"
+    masters = "kwargs_handlers contains MasterWeightsKwargs"
+    offloads = "kwargs_handlers contains OptimizerOffloadKwargs"
     splits = state.parallelism_config is not None and state.parallelism_config.tp_enabled
     refused: list[tuple[object, str]] = [
         (
             strategy == "deepspeed" and state.__dict__["_mixed_precision"] == "fp8",
-            "mixed_precision='fp8' does not compose with DeepSpeed here: shard with an fsdp_plugin of version 2",
+            "mixed_precision='fp8' does not work with DeepSpeed: shard with an fsdp_plugin of "
+            "version 2",
         ),
         (
             recipe and precision != "fp8",
-            f"kwargs_handlers holds {type(recipe).__name__}, which needs mixed_precision='fp8', and there is "
-            f"{of_precision}",
+            f"kwargs_handlers contains {type(recipe).__name__}, which needs mixed_precision='fp8' "
+            f"instead of {of_precision}",
         ),
         (
             precision == "bf16" and not devices.supports_bf16(device),
-            f"{of_precision}: this {device} device does not compute in bfloat16; use fp16 or no",
+            f"{of_precision}: this {device} device does not support bfloat16; use fp16 or no",
         ),
         (
             master and ("strategy" in origins or strategy in ("deepspeed", "fsdp1", "xla")),
-            f"{masters}, and strategy {strategy!r} keeps its parameters, or masters of them, itself: leave one out, "
-            "or shard with fsdp_version=2",
+            f"{masters}, but strategy {strategy!r} manages its parameters or master weights "
+            "itself: remove one of them, or shard with fsdp_version=2",
         ),
         (
             master and precision != "bf16",
@@ -551,20 +560,22 @@ def check_combination(
         ),
         (
             offload and strategy not in ("single", "ddp"),
-            f"{offloads}, which is for one process and DDP; this run is {strategy}. FSDP and DeepSpeed have options "
-            "of their own: cpu_offload of the fsdp_plugin, offload_optimizer_device of the deepspeed_plugin",
+            f"{offloads}, which is for one process and DDP; this run uses {strategy}. FSDP and "
+            "DeepSpeed have their own options: cpu_offload of the fsdp_plugin, "
+            "offload_optimizer_device of the deepspeed_plugin",
         ),
-        (offload and master, f"{offloads} and MasterWeightsKwargs: give one"),
+        (offload and master, f"{offloads} and MasterWeightsKwargs: pass only one"),
         (
             strategy == "deepspeed" and request.non_finite != "ignore",
-            f"non_finite={request.non_finite!r}: DeepSpeed's engine steps inside the backward. Leave non_finite "
-            "out: fp16 skips such steps itself, and bf16 with check_grad_overflow=true in its section of the config",
+            f"non_finite={request.non_finite!r}: DeepSpeed's engine steps inside the backward "
+            "pass. Remove non_finite: fp16 skips such steps itself, and so does bf16 with "
+            "check_grad_overflow=true in its section of the config",
         ),
         (
             request.precision_policy
             and (strategy not in ("single", "ddp", "fsdp2") or splits or master),
-            "precision_policy works on one process, with DDP and with FSDP2, without tp_size and MasterWeightsKwargs; "
-            f"this run is {strategy}: leave one out",
+            "precision_policy works on one process, with DDP and with FSDP2, but not with "
+            f"tp_size or MasterWeightsKwargs; this run uses {strategy}: remove one of them",
         ),
     ]
     backend = state.dynamo_plugin.backend
@@ -576,7 +587,7 @@ def check_combination(
     for transform in transforms:
         for kind in getattr(transform, "excludes", ()):
             option = requested.get(kind)
-            message = f"{type(transform).__name__} does not work with {option}: leave one out"
+            message = f"{type(transform).__name__} does not work with {option}: remove one of them"
             refused.append((option, message))
     for applies, message in refused:
         if applies:
@@ -595,7 +606,7 @@ def _fp8_backend(handlers: Handlers) -> tuple[FP8BackendType, Any]:
     requested = [(backend, recipe) for backend, recipe in recipes if recipe is not None]
     if len(requested) > 1:
         words = " and ".join(backend.value for backend, _ in requested)
-        raise ConfigurationError(f"kwargs_handlers holds recipes for {words}: give one")
+        raise ConfigurationError(f"kwargs_handlers contains recipes for {words}: pass only one")
     if requested:
         return requested[0]
     word = env.get("ACCELERATE_FP8_BACKEND")
@@ -629,7 +640,8 @@ def _choose_strategy(
         origins["strategy"] = _origin(request.strategy, "ACCELERATE_STRATEGY")
         if plugins:
             raise ConfigurationError(
-                f"strategy={requested!r} ({origins['strategy']}) and {next(iter(plugins))} are both given: give one"
+                f"strategy={requested!r} ({origins['strategy']}) and {next(iter(plugins))} were "
+                "both passed: pass only one"
             )
         name = requested
     elif "deepspeed_plugin" in plugins:

@@ -427,7 +427,9 @@ class Agreement:
             subjects = {rank: row[0] for rank, row in rows.items()}
             if set(subjects.values()) != {subject}:
                 words = values_in_words(subjects)
-                raise CheckpointError(f"the ranks do different things at the same time: {words}")
+                raise CheckpointError(
+                    f"the ranks are doing different things at the same time: {words}"
+                )
             return reduced(rows)
 
         row = [subject, value, None]
@@ -464,7 +466,7 @@ class Agreement:
                 if missing.startswith("ranks"):
                     why = " and have ended"
             raise CheckpointError(
-                f"rank {self.rank}: {missing} did not come to `{subject}`{why}. {absent}".rstrip()
+                f"rank {self.rank}: {missing} did not reach `{subject}`{why}. {absent}".rstrip()
             )
         result: dict[str, Any] = outcome.result
         return result

@@ -49,8 +49,9 @@ def register(backend: str) -> None:
             importlib.import_module("smdistributed.dataparallel.torch.torch_smddp")
         except ImportError as error:
             raise ConfigurationError(
-                f"SageMaker's data parallelism is requested (DATA_PARALLEL), but its library is missing ({error}): "
-                "use an image that has it, or set distributed_type to NO in the SageMaker configuration"
+                "SageMaker's data parallelism was requested (DATA_PARALLEL), but its library is "
+                f"missing ({error}): use an image that contains it, or set distributed_type to NO "
+                "in the SageMaker configuration"
             ) from error
 
 

@@ -25,9 +25,10 @@ _CLOSED = re.compile(
 GRACE, PATIENCE = 1.0, 5.0
 
 UNEVEN = (
-    "Uneven batches? Ranks that read different numbers of batches cannot train together. Keep `even_batches=True` "
-    "(the default), wrap the loop in `accelerator.join_uneven_inputs([model])` (DDP), or use "
-    "`Accelerator(exact=True)`. A `break`, or an exception that is caught on one rank only, has the same effect."
+    "Uneven batches? Ranks that read different numbers of batches cannot train together. Keep "
+    "`even_batches=True` (the default), wrap the loop in "
+    "`accelerator.join_uneven_inputs([model])` (DDP), or use `Accelerator(exact=True)`. A "
+    "`break`, or an exception that is caught on only one rank, has the same effect."
 )
 
 
@@ -187,7 +188,7 @@ def _ask_silent(store: Any, world: int, closed: bool) -> dict[str, Any]:
             states[rank] = state
     unable = any(state != marks.HAS_ENDED for state in states.values())
     # A closed connection usually means that a rank without a word is gone, and cannot answer.
-    why = "killed (out of memory?) or crashed, or still at work"
+    why = "killed (out of memory?), crashed, or still working"
     if not closed:
         why = "stopped, or cannot be reached"
         statuses = hang_watch.request([rank for rank in silent if rank not in states])
@@ -199,5 +200,5 @@ def _ask_silent(store: Any, world: int, closed: bool) -> dict[str, Any]:
         pronoun = "them"
         if len(unknown) == 1:
             pronoun = "it"
-        lines.append(f"{ranks_in_words(unknown)}: no word from {pronoun}; {why}")
+        lines.append(f"{ranks_in_words(unknown)}: no answer from {pronoun}; {why}")
     return {"lines": lines, "unable": unable}

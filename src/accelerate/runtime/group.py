@@ -73,7 +73,8 @@ def start(
         backends.register(backend)
         if not dist.is_backend_available(backend):
             raise ConfigurationError(
-                f"rank {topology.rank}: the collective backend {backend!r} is not in this torch build"
+                f"rank {topology.rank}: this torch build does not include the collective backend "
+                f"{backend!r}"
             )
         seconds = env.value("ACCELERATE_COLLECTIVE_TIMEOUT")
         if timeout is None and seconds is not None:
@@ -143,10 +144,11 @@ def _check_address(topology: Topology) -> None:
         absent.append("MASTER_PORT")
     if absent:
         raise ConfigurationError(
-            f"rank {topology.rank} of {topology.world_size} ({topology.launcher}) cannot find the others: "
-            f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not set. Set the address and a free port "
-            "of rank 0's machine on every rank, or start the script with `accelerate launch` or torchrun; with "
-            "--num_processes 1 `accelerate launch` ignores variables that this shell has only inherited."
+            f"rank {topology.rank} of {topology.world_size} ({topology.launcher}) cannot find the "
+            f"others: {' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not set. Set "
+            "the address and a free port of rank 0's machine on every rank, or start the script "
+            "with `accelerate launch` or torchrun. With --num_processes 1, `accelerate launch` "
+            "ignores variables that this shell only inherited."
         )
 
 
@@ -185,8 +187,8 @@ def interrupt() -> Callable[[], None]:
     """
     if len(process_group.all_groups()) > 1:
         raise RuntimeError(
-            f"rank {dist.get_rank()} has left a collective that others may wait in, and the process group cannot be "
-            "recreated, since the run has other groups as well. Start the run again"
+            f"rank {dist.get_rank()} left a collective in which others may be waiting, and the "
+            "process group cannot be recreated because the run has other groups. Restart the run"
         )
     old: Any = dist.group.WORLD
     backend, rank, size = dist.get_backend(), dist.get_rank(), dist.get_world_size()

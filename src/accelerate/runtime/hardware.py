@@ -29,7 +29,7 @@ P2P_DRIVER = "550.40.07"
 
 @dataclass
 class CPUInformation:
-    """Who this process is among those of a run on processors."""
+    """The ranks and sizes of a process in a CPU run."""
 
     rank: int = 0
     world_size: int = 1
@@ -52,7 +52,7 @@ def get_current_device_type() -> tuple[str, str]:
 
 
 def check_os_kernel() -> None:
-    """Warn where the Linux kernel is older than 5.5: processes are known to hang there."""
+    """Warn if the Linux kernel is older than 5.5, where processes are known to hang."""
     name, *_ = platform.uname()
     release = platform.release().split("-")[0].split("+")[0]
     if name == "Linux" and release and parse(release) < parse(MINIMUM_KERNEL):
@@ -80,7 +80,10 @@ def get_gpu_info() -> tuple[list[str], int]:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Whether the GPUs here may exchange data directly. Two or more RTX 40 cards cannot under an old driver."""
+    """Whether the GPUs of this machine can exchange data directly.
+
+    Two or more RTX 40 cards cannot under an old driver.
+    """
     names, count = get_gpu_info()
     if count < 2 or not any("RTX 40" in name for name in names):
         return True
@@ -89,7 +92,7 @@ def check_cuda_p2p_ib_support() -> bool:
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Keep this process to the processors near its CUDA device. Nothing happens without one, or without Linux.
+    """Bind this process to the processors close to its CUDA device. Nothing happens without one, or without Linux.
 
     `verbose` logs what was done; None means in debug mode (ACCELERATE_DEBUG_MODE).
     """
@@ -110,7 +113,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 @functools.cache
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """`override_numa_affinity`, done once: a later call for the same process leaves what the user set meanwhile."""
+    """Call `override_numa_affinity` once: later calls for the same process keep what the user set in the meantime."""
     override_numa_affinity(local_process_index, verbose)
 
 

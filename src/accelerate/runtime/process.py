@@ -75,7 +75,8 @@ def _length(inputs: Any) -> int:
         lengths = {key: len(value) for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(
-                f"split_between_processes: all values of a dict must be equally long, got {lengths}"
+                "split_between_processes: all values of a dict must have the same length, but "
+                f"got {lengths}"
             )
         return next(iter(lengths.values()), 0)
     try:

@@ -345,10 +345,10 @@ class StepExchange:
             missing = outcome.absent or "a rank"
             if limit != _PATIENCE:
                 raise CommunicationError(
-                    f"{missing} did not come to the exchange of {subject} in an optimizer step"
+                    f"{missing} did not reach the exchange of {subject} in an optimizer step"
                 )
             logger.warning(
-                "%s did not come to the exchange of signals within %.0f s: the next one decides",
+                "%s did not reach the exchange of signals within %.0f s: the next exchange decides",
                 missing,
                 outcome.waited,
             )

@@ -11,10 +11,10 @@ from ..state import PartialState
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """A progress bar of `tqdm.auto` that only the first process of each machine shows.
+    """A `tqdm.auto` progress bar that only the first process of each machine shows.
 
-    Every process iterates; on the others the bar is disabled. Around a prepared loader it counts the samples of all
-    processes, those before a resume included.
+    Every process iterates; on the others the bar is disabled. For a prepared loader it counts the samples of all
+    processes, including those before a resume.
 
     Args:
         *args: positional arguments of tqdm, the iterable first.
@@ -23,6 +23,10 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
     Raises:
         ImportError: the package tqdm is not installed.
+
+    Example:
+        for inputs, targets in tqdm(loader, desc="train"):
+            ...
     """
     if args and isinstance(args[0], bool):
         raise ValueError(

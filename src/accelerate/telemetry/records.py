@@ -100,7 +100,8 @@ def header_bytes(rank: int, world_size: int, **details: Any) -> bytes:
     text = json.dumps(header).encode()
     if len(text) >= HEADER_SIZE:
         raise ConfigurationError(
-            f"the header of a telemetry file has {len(text)} bytes, of at most {HEADER_SIZE - 1}"
+            f"the header of a telemetry file has {len(text)} bytes; the maximum is "
+            f"{HEADER_SIZE - 1}"
         )
     return text.ljust(HEADER_SIZE - 1) + b"\n"
 

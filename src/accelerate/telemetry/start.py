@@ -71,13 +71,13 @@ def declared_work(
 ) -> dict[str, Any]:
     """The fields of the event that states what training computes; see `Accelerator.record_work`."""
     if (per_token is None) == (per_sample is None):
-        raise ConfigurationError("record_work takes one of flops_per_token and flops_per_sample")
+        raise ConfigurationError("record_work takes either flops_per_token or flops_per_sample")
     unit, flops = "token", per_token
     if flops is None:
         unit, flops = "sample", per_sample
     for name, value in ((f"flops_per_{unit}", flops), ("peak", peak)):
         if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
-            raise ConfigurationError(f"record_work({name}={value!r}): it is a positive number")
+            raise ConfigurationError(f"record_work({name}={value!r}): use a positive number")
     read_name = getattr(devices.module_of(device), "get_device_name", None)
     if peak is None and read_name is not None:
         speeds = PUBLISHED.get(known_name(read_name(device)) or "")
@@ -131,7 +131,8 @@ def start_profile(
         if state.num_processes > 1:
             processes = f"{state.num_processes} processes"
         messages.show(
-            f"--profile={text}: there is no rank {', '.join(map(str, absent))} in this run of {processes}"
+            f"--profile={text}: this run of {processes} does not have rank "
+            f"{', '.join(map(str, absent))}"
         )
     if rank not in chosen:
         return None
@@ -139,9 +140,12 @@ def start_profile(
     def ended(step: int, path: Path | None) -> None:
         fields = {}
         if path is None:
-            message = f"nothing is profiled on rank {rank}: the run has ended after {step} steps, before step {first}"
+            message = (
+                f"nothing was profiled on rank {rank}: the run ended after {step} steps, "
+                f"before step {first}"
+            )
         else:
-            message = f"steps {first} to {step} of rank {rank} are profiled in {path}"
+            message = f"the profile of steps {first} to {step} of rank {rank} is in {path}"
             fields["path"] = str(path)
         if recorder is not None:
             recorder.event("profile", message=message, **fields)
@@ -160,6 +164,6 @@ def _folder_of_start() -> Path:
     name = f"{script}-{started}"
     state = PartialState()
     if state.num_processes > 1:
-        hint = "Make the Accelerator on every process, with the same `telemetry`."
+        hint = "Create the Accelerator on every process with the same `telemetry`."
         name = Agreement(state, "telemetry").exchange("telemetry", name, _ARRIVAL, hint, first)
     return Path("runs").absolute() / name

@@ -271,8 +271,8 @@ class TelemetryWriter:
         atexit.unregister(self.close)
         if marks.is_first(f"telemetry/{self.folder}"):
             logger.warning(
-                "telemetry: %s cannot be written (rank %d: %s): the run continues without records of this rank, "
-                "and of others on this machine that cannot write",
+                "telemetry: %s cannot be written (rank %d: %s): the run continues without "
+                "records from this rank and from others on this machine that cannot write",
                 self.folder, self._rank, error,
             )  # fmt: skip
 

@@ -128,7 +128,7 @@ def skip(test_case: T) -> T:
 
 def slow(test_case: T) -> T:
     """Skip the test unless the variable RUN_SLOW is true."""
-    return _only_if(lambda: env.get_flag("RUN_SLOW"), "RUN_SLOW=1, as it is slow")(test_case)
+    return _only_if(lambda: env.get_flag("RUN_SLOW"), "RUN_SLOW=1, because it is slow")(test_case)
 
 
 def run_first(test_case: T) -> T:

@@ -74,6 +74,6 @@ def rows() -> dict[str, Internal]:
     for name in filter(None, (env.get("ACCELERATE_TORCH_INTERNALS_OFF") or "").split(",")):
         if name not in table:
             raise ConfigurationError(
-                f"ACCELERATE_TORCH_INTERNALS_OFF: there is no row {name!r}{suggestion(name, table)}"
+                f"ACCELERATE_TORCH_INTERNALS_OFF: unknown row {name!r}{suggestion(name, table)}"
             )
     return table

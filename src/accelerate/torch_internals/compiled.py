@@ -22,7 +22,7 @@ COMPILED = Internal(
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Whether `module` is what `torch.compile` returned for one."""
+    """Whether `module` is a module that `torch.compile` returned."""
     # The class is loaded with the compiler; where that is not loaded, nothing is compiled.
     if not COMPILED.is_on or "torch._dynamo.eval_frame" not in sys.modules:
         return False
@@ -37,7 +37,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Whether submodules of `module` are compiled, as wrapped modules or in place."""
+    """Whether submodules of `module` are compiled, either wrapped or in place."""
     if is_compiled_module(module):
         original = uncompiled(module)
     else:

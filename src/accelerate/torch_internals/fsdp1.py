@@ -19,7 +19,8 @@ FLAT_PARAMETERS = Internal(
     versions="2.11 to 2.14",
     upstream="not reported; torch deprecates FSDP1",
     needed_by="saving, loading, clipping and track_average with fsdp_version=1, the API's default",
-    without="an optimizer of a model with use_orig_params=False would train nothing, and its state cannot be saved",
+    without="an optimizer of a model with use_orig_params=False would not train anything, and "
+    "its state cannot be saved",
     test="tests/torch_internals/test_fsdp.py::test_names_of_a_flattened_parameter",
 )
 MISSING_STATE = Internal(

@@ -29,7 +29,8 @@ COUNTED_STEP = Internal(
 
 EMPTY_GROUPS = Internal(
     name="empty_groups",
-    what="nothing private: groups without parameters are left out while torch loads a flattened state",
+    what="nothing private: groups without parameters are omitted while torch loads a flattened "
+    "state",
     versions="2.11 to 2.14",
     upstream="not reported",
     needed_by="load_state with SHARDED_STATE_DICT of LoRA by transformers.Trainer, whose group without weight decay "

@@ -16,7 +16,7 @@ STATIC_SHAPES = Internal(
     what="torch.distributed.pipelining: _PipelineSchedule._warmup_p2p and PipelineStage._inference_mode",
     versions="2.12 to 2.14.0; earlier versions do not vote, later ones not in a trace",
     upstream="not reported",
-    needed_by="accelerate plan: the estimates of pipelines with other schedules than gpipe",
+    needed_by="accelerate plan: the estimates of pipelines with schedules other than gpipe",
     without="these layouts have no estimate: before the first batch torch's stages vote, by the value of a tensor, on "
     "whether all of them know their shapes, and a trace has no values",
     test="tests/torch_internals/test_pipelining.py::test_stages_of_a_trace_do_not_vote",

@@ -74,7 +74,8 @@ class BackgroundLog:
                 if tracker not in self._failed:
                     self._failed.add(tracker)
                     logger.error(
-                        "the tracker %s cannot log: %r. These values are lost. Its later errors are not shown",
+                        "the tracker %s cannot log: %r. These values are lost. Later errors of "
+                        "this tracker will not be shown",
                         tracker,
                         error,
                     )

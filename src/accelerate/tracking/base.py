@@ -156,7 +156,8 @@ class ClientTracker(GeneralTracker):
             return None
         if self._client is None:
             raise AttributeError(
-                f"the {self.name} tracker is not started: call `accelerator.init_trackers(...)` or its `start()` first"
+                f"the {self.name} tracker has not been started: call "
+                "`accelerator.init_trackers(...)` or its `start()` first"
             )
         return self._client
 
@@ -232,7 +233,7 @@ class ClientTracker(GeneralTracker):
             text = str(value)
             shown = text if len(text) <= 80 else text[:77] + "..."
             logger.warning(
-                "%s accepts %s: %r holds %s of type %s and is not logged",
+                "%s accepts %s: %r contains %s of type %s and is not logged",
                 self.name,
                 accepted,
                 key,

@@ -116,7 +116,7 @@ class ClearMLTracker(ClientTracker):
         if table is None:
             if data is None:
                 raise ConfigurationError(
-                    "log_table of the clearml tracker needs `dataframe`, or rows in `data`"
+                    "the clearml tracker's log_table needs `dataframe` or rows in `data`"
                 )
             table = data if columns is None else [columns, *data]
         title, series = _chart(table_name)

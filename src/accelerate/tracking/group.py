@@ -45,7 +45,7 @@ def _each(
             finish(tracker)
         except Exception as error:
             logger.error(
-                "the tracker %s failed at its end, the last values may be lost: %r",
+                "the tracker %s failed when it was finishing; the last values may be lost: %r",
                 tracker.name,
                 error,
             )
@@ -189,7 +189,7 @@ class TrackerGroup:
         """Wait until what was logged is with the trackers, at most `limit` seconds."""
         if self._background is not None and not self._background.drain(limit):
             logger.error(
-                "the trackers have not taken all values within %g seconds: the last ones are lost",
+                "the trackers did not accept all values within %g seconds: the last ones are lost",
                 limit,
             )
 

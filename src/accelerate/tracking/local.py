@@ -97,7 +97,9 @@ class LocalTracker(ClientTracker):
             kwargs: none is accepted.
         """
         if kwargs:
-            raise TypeError(f"the local tracker's log takes no argument {', '.join(kwargs)}")
+            raise TypeError(
+                f"the local tracker's log does not take the argument {', '.join(kwargs)}"
+            )
         numbers = {}
         for name, value in flat(checked(values, "log")):
             logged = value if isinstance(value, str) else number(value)
@@ -118,7 +120,7 @@ def _step(step: Any) -> int | float | None:
             return int(step)
         return float(step)
     except (TypeError, ValueError, OverflowError):
-        raise ConfigurationError(f"log(..., step={step!r}): a step is a number, or None") from None
+        raise ConfigurationError(f"log(..., step={step!r}): use a number or None") from None
 
 
 def _finite(value: Any) -> Any:

@@ -46,7 +46,8 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     former = LOGGER_TYPE_TO_CLASS.get(name)
     if former is not None:
         warn(
-            f"the tracker name {name!r} stood for {former.__name__}; it now stands for {tracker_class.__name__}"
+            f"the tracker name {name!r} referred to {former.__name__}; it now refers to "
+            f"{tracker_class.__name__}"
         )
     LOGGER_TYPE_TO_CLASS[name] = tracker_class
 
@@ -109,13 +110,14 @@ def _chosen(item: Any, logging_dir: Any) -> list[Any]:
         # Once on each machine where the processes are known, else in each process.
         if not PartialState._shared_state or PartialState().is_local_main_process:
             logger.warning(
-                f"log_with requests {name}, which is not installed: nothing is logged to it (pip install {name})"
+                f"log_with requests {name}, which is not installed, so nothing is logged to it "
+                f"(pip install {name})"
             )
         return []
     if not _has_folder(name, logging_dir):
         raise ConfigurationError(
-            f"logging with {name} needs a folder: give the Accelerator `project_dir`, or `project_config` with a "
-            "`logging_dir`"
+            f"logging with {name} needs a folder: pass `project_dir` to Accelerator, or "
+            "`project_config` with a `logging_dir`"
         )
     return [kind or name]
 
@@ -136,12 +138,15 @@ def _unknown(item: Any) -> str:
     choices = [LoggerType.ALL.value, *LOGGER_TYPE_TO_CLASS]
     if isinstance(item, type) and issubclass(item, GeneralTracker):
         problem = (
-            f"log_with holds the class {item.__name__}: give an object of it, or register the "
-            "class and give its name."
+            f"log_with contains the class {item.__name__}: pass an instance, or register the "
+            "class and pass its name."
         )
     else:
-        problem = f"log_with holds {item!r}, which is not a tracker{suggestion(item, choices)}."
-    return f"{problem} Choose among {', '.join(choices)}, or give an object of a GeneralTracker subclass"
+        problem = f"log_with contains {item!r}, which is not a tracker{suggestion(item, choices)}."
+    return (
+        f"{problem} Choose from {', '.join(choices)}, or pass an instance of a GeneralTracker "
+        "subclass"
+    )
 
 
 def start_trackers(

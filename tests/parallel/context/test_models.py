@@ -454,7 +454,7 @@ def test_refusals(size):
     refused("buffer_seq_dims[0]=3", lambda: call(Layer(4), dims=[3]))
     refused("1 buffers and 2", lambda: call(Layer(4), dims=[1, 1]))
     whole = torch.randn(2, 16, 12)
-    refused("no buffers", lambda: accelerator.maybe_context_parallel().__enter__())
+    refused("not have buffers", lambda: accelerator.maybe_context_parallel().__enter__())
     refused(
         "one sequence: ... has 16 ... has 8",
         lambda: accelerator.maybe_context_parallel([whole, whole[:, :8]], [1, 1]).__enter__(),

@@ -90,7 +90,7 @@ def test_a_model_sees_no_mask_and_packing_only_without_a_cache(uses_cache):
 
 def test_what_cannot_be_known_is_refused():
     here = region(packed=None)
-    with pytest.raises(ConfigurationError, match="give attention_mask to the model"):
+    with pytest.raises(ConfigurationError, match="pass attention_mask to the model"):
         build(here, attention_mask=torch.eye(ROWS)[:2].bool())
     assert build(here, attention_mask=torch.ones(2, ROWS).bool()) is None
 

@@ -220,7 +220,7 @@ def test_refusals(nproc):
     groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
     with pytest.raises(PrepareError, match="different groups"):
         accelerator.prepare(model, torch.optim.SGD(groups, lr=0.1))
-    with pytest.raises(PrepareError, match="train nothing"):
+    with pytest.raises(PrepareError, match="not train anything"):
         accelerator.prepare(make_model(), torch.optim.SGD(make_model().parameters(), lr=0.1))
 
 

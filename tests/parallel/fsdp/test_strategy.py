@@ -203,5 +203,5 @@ def test_resume(how, plain, tmp_path):
 def test_refusals():
     PartialState(cpu=True)
     stranger = torch.optim.SGD(make_model().parameters(), lr=0.1)
-    with pytest.raises(PrepareError, match="train nothing"):
+    with pytest.raises(PrepareError, match="not train anything"):
         prepare(Plugin(fsdp_version=2), make_model(), stranger)

@@ -152,7 +152,7 @@ def test_switch_by_object_and_by_address():
             id(other.weight),
             id(other.bias),
         ]
-    with pytest.raises(PrepareError, match="train nothing"):
+    with pytest.raises(PrepareError, match="not train anything"):
         fsdp2_switch_optimizer_parameters(
             torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), {other.weight: model.weight}
         )

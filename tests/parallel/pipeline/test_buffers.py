@@ -125,9 +125,15 @@ def test_written_as_by_one_forward(kind, schedule):
 @pytest.mark.parametrize(
     ("kind", "named"),
     [
-        ("mean", "blocks.0 (Block) writes to its buffer 'mean'"),
-        ("samples", "blocks.0 (Block) writes to its buffer 'count'"),
-        ("BatchNorm1d", "blocks.0.norm (BatchNorm1d) writes to its buffer 'running_mean'"),
+        ("mean", "blocks.0 (Block) writes values that depend on the samples to its buffer 'mean'"),
+        (
+            "samples",
+            "blocks.0 (Block) writes values that depend on the samples to its buffer 'count'",
+        ),
+        (
+            "BatchNorm1d",
+            "blocks.0.norm (BatchNorm1d) writes values that depend on the samples to its buffer 'running_mean'",
+        ),
     ],
 )
 def test_statistics_of_samples_are_named(kind, named):

@@ -93,7 +93,7 @@ def test_evaluation():
     with torch.inference_mode():
         torch.testing.assert_close(model(TOKENS), plain(TOKENS), rtol=0, atol=1e-12)
     # All ranks of the pipeline read the same samples: they count once.
-    told = "messages of model: Llama, of this rank in an optimizer step"
+    told = "messages of model: Llama, for this rank in one optimizer step"
     name = (
         "activations to the next stage" if dist.get_rank() == 0 else "gradients to the former stage"
     )
@@ -313,8 +313,8 @@ def refusals():
         "order": (lambda: Chain(norm_first=True).eval(), four, "example_inputs", forward),
         "no reduction": (own, Options(schedule="1f1b", num_microbatches=4), 'loss_reduction="mean"'),
         "no loss": (Chain, inside, "call it with labels", forward),
-        "other samples": (Chain, four, "given other inputs", with_other_samples),
-        "other samples, in turns": (Chain, turns, "given other inputs", with_other_samples),
+        "other samples": (Chain, four, "got different inputs", with_other_samples),
+        "other samples, in turns": (Chain, turns, "got different inputs", with_other_samples),
         "an input": (Chain, mask, "mask"),
         "example inputs": (Chain, inputs, "unexpected keyword argument 'y'"),
         "hidden states": (
@@ -327,7 +327,7 @@ def refusals():
         "packed between blocks": (
             Packing, four, "output of blocks.0 contains a PackedSequence", lambda model: model(x[..., None]),
         ),
-        "an optimizer": (Chain, four, "would train nothing", lambda model: None, foreign),
+        "an optimizer": (Chain, four, "would not train anything", lambda model: None, foreign),
     }  # fmt: skip
 
 
@@ -451,7 +451,7 @@ def test_several_forwards_and_terms_of_parameters_in_a_step():
     with pytest.raises(AccelerateError, match="add the losses"):
         run.backward(loss)
     for copied in (copy.deepcopy, torch.optim.swa_utils.AveragedModel):
-        with pytest.raises(PrepareError, match=r"copy\.deepcopy of a pipelined model"):
+        with pytest.raises(PrepareError, match=r"copied with copy\.deepcopy"):
             copied(model)
 
 

@@ -105,7 +105,7 @@ def test_units_are_measured_in_time() -> None:
     spent = measure(model, units, {"x": torch.ones(2, 4)})
     assert len(spent) == 7 and max(spent) == spent[4] > 10 * sorted(spent)[5]
     assert not any(module._forward_hooks for module in model.modules())
-    with pytest.raises(PrepareError, match="no weights yet"):
+    with pytest.raises(PrepareError, match="not have weights yet"):
         measure(model.to("meta"), units, {})
 
 

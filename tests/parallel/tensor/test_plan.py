@@ -75,7 +75,7 @@ def test_norms_of_heads_are_told_from_norms_over_all_heads():
         ({"head": "sideways"}, "'sideways' at head"),
         (
             {"layers.*.mlp": "moe_tp_experts"},
-            "'moe_tp_experts' at layers.*.mlp: layers of experts are not split",
+            "'moe_tp_experts' at layers.*.mlp: but layers of experts cannot be split",
         ),
         ({"norm": "colwise"}, "norm, a RMSNorm"),
         ({"norm.weight": "colwise"}, "does not have: norm.weight"),
@@ -109,7 +109,7 @@ def test_one_matrix_for_queries_keys_and_values_needs_a_plan():
         tensor_plan.infer_plan(model, 2)
     with pytest.raises(PrepareError, match="in_proj_weight"):
         tensor_plan.infer_plan(nn.TransformerEncoderLayer(8, 2), 2)
-    with pytest.raises(PrepareError, match="no module of it"):
+    with pytest.raises(PrepareError, match="none of its modules"):
         tensor_plan.infer_plan(nn.Linear(2, 2), 2)
 
 
@@ -171,7 +171,7 @@ def test_the_output_layer_stays_split_for_the_loss():
 def test_options_are_checked():
     assert TorchTensorParallelConfig().plan is None
     for wrong in ("auto", {}):
-        with pytest.raises(ConfigurationError, match="names of modules to words"):
+        with pytest.raises(ConfigurationError, match="module names to words"):
             TorchTensorParallelConfig(plan=wrong)
     with pytest.raises(
         ConfigurationError, match="tp_handler takes a TorchTensorParallelConfig, not <class 'dict'>"

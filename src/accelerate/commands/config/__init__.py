@@ -46,10 +46,10 @@ HELP = """usage: accelerate config [--config_file FILE]
        accelerate config default [--config_file FILE] [--mixed_precision no|fp16|bf16|fp8]
            write one for this machine, without questions
        accelerate config update [--config_file FILE]
-           rewrite an older file with the present keys
+           rewrite an older file with the current keys
        accelerate config show [NAME ...] [--all] [--json] [launch options]
-           show where a launch runs and in which layout, and the value of each option that is set,
-           with its origin: a flag, a variable, a line of the file or the default.
+           show where and in which layout a launch runs, and the value and origin of each option
+           that is set: a flag, a variable, a line of the file or the default.
            NAME: show only these options. --all: show all options. --json: print JSON.
            `explain` is another name of `show`
 
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         print(file=sys.stderr)
-        messages.show("interrupted, nothing was written")
+        messages.show("interrupted; nothing was written")
         sys.exit(130)
 
 
@@ -105,7 +105,8 @@ def _run(action: str, arguments: list[str]) -> None:
     if action not in (*ACTIONS, "questions"):
         meant = suggestion(action, ACTIONS)
         raise ConfigurationError(
-            f"unknown action {action!r}{meant}: one of {', '.join(ACTIONS)}, or none for questions"
+            f"unknown action {action!r}{meant}: use one of {', '.join(ACTIONS)}, or none to "
+            "answer questions"
         )
     args = parser(action).parse_args(arguments)
     if action == "default":
@@ -211,5 +212,5 @@ def _option_name(word: str) -> str:
             return option.name
     raise ConfigurationError(
         f"unknown option {word!r}{suggestion(word.lstrip('-').replace('-', '_'), options())}. "
-        "Names of options come before flags; `accelerate config show --all` lists them"
+        "Option names come before flags; `accelerate config show --all` lists them"
     )

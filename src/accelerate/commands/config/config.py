@@ -26,12 +26,12 @@ def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Return the parser of `accelerate config`, or add it to `subparsers`."""
     made = command_parser(
         "config",
-        "Answer questions, and write a configuration of launches.",
+        "Answer questions and write a launch configuration.",
         config_command,
         subparsers,
     )
     made.add_argument(
-        "--config_file", default=None, help="File to write instead of the default one."
+        "--config_file", default=None, help="File to write instead of the default file."
     )
     return made
 

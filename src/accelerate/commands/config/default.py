@@ -40,14 +40,14 @@ def machine_defaults(mixed_precision: str = "no") -> dict[str, Any]:
 def write_basic_config(
     mixed_precision: str = "no", save_location: str | Path | None = None
 ) -> Path | bool:
-    """Write a configuration that fits this machine and return its path; False where a file is there already.
+    """Write a configuration for this machine and return its path; return False if the file already exists.
 
     ConfigurationError for an unknown precision or a folder.
     """
     precision = str(mixed_precision).lower()
     if precision not in PRECISIONS:
         raise ConfigurationError(
-            f"mixed_precision={mixed_precision!r} is unknown: one of {', '.join(PRECISIONS)}"
+            f"mixed_precision={mixed_precision!r} is unknown: use one of {', '.join(PRECISIONS)}"
         )
     if save_location is not None:
         path = Path(save_location).expanduser()
@@ -55,7 +55,8 @@ def write_basic_config(
         path = launch_file.default_file()
     if path.exists() and not path.is_dir():
         messages.show(
-            f"{path} exists already and is not changed: remove it, or name another file with --config_file"
+            f"{path} already exists and was not changed: remove it, or name another file with "
+            "--config_file"
         )
         return False
     check_writable(path, "config_file")

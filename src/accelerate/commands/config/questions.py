@@ -74,12 +74,13 @@ class Question:
 
 # Of the questions that are no option.
 _HELP = {
-    "_task": "It selects the script and the packages that it needs; the other files are the same.",
+    "_task": "It selects the script and the packages that the script needs; the other files are "
+    "the same.",
     "_device": "Which devices the processes use: one process for each accelerator, or processes on the CPU.",
-    "_strategy": "A replica is the fastest if the model, its gradients and the optimizer's states fit on one device; "
-    "the others share them among the processes.",
-    "_split": "Tensor, context, sequence and pipeline parallelism: for a model or sequences too large for one device "
-    "even when sharded.",
+    "_strategy": "Replicas are fastest if the model, its gradients and the optimizer states fit "
+    "on one device; the other choices divide them among the processes.",
+    "_split": "Tensor, context, sequence and pipeline parallelism, for models or sequences that "
+    "are too large for one device even when sharded.",
 }
 _POLICY = "fsdp_config.fsdp_auto_wrap_policy"
 _DEEPSPEED_FILE = "deepspeed_config.deepspeed_config_file"
@@ -151,7 +152,7 @@ def _sizes(name: str) -> Callable[[Answers], tuple[tuple[int, str], ...]]:
         )
         most = left // 2 if sharded and not of_sequence else left
         return (
-            (1, "1: not at all"),
+            (1, "1: do not split"),
             *((size, str(size)) for size in range(2, most + 1) if left % size == 0),
         )
 
@@ -234,7 +235,8 @@ QUESTIONS: tuple[Question, ...] = (
     _row("fsdp_cpu_ram_efficient_loading", True, YES_NO, _fsdp()),
     _row("fsdp_activation_checkpointing", False, YES_NO, _fsdp()),
     Question(
-        "_split", "Split matrices, sequences or layers too, so that several processes share one replica of the model?",
+        "_split", "Also split matrices, sequences or layers, so that several processes share one "
+                  "replica of the model?",
         False, YES_NO, _may_split,
     ),
     *(
@@ -275,7 +277,8 @@ def ask(
 def answered(confirmation: str, questions: Sequence[Question], path: Path) -> Answers:
     """Put the questions, show the file that they make, and return the answers. `<` goes back a question."""
     print(
-        "Enter takes the answer in brackets, ? explains the question, < goes back to the one before.\n"
+        "Enter takes the answer in brackets, ? explains the question, < goes back to the "
+        "previous one.\n"
     )
     answers: Answers = {}
     visited: list[int] = []
@@ -351,7 +354,7 @@ def choose(title: str, options: Sequence[tuple[Any, str]], default: Any, help: s
     def check(text: str) -> int:
         if not text.isdigit() or int(text) >= len(options):
             raise ValueError(
-                f"give a number from 0 to {len(options) - 1}, ? for help, or < to go back"
+                f"enter a number from 0 to {len(options) - 1}, ? for help, or < to go back"
             )
         return int(text)
 
@@ -379,13 +382,16 @@ def line(title: str, default: Any, check: Callable[[str], Any], help: str = "") 
                 raise KeyboardInterrupt from None
             print()
             raise ConfigurationError(
-                "the input ended before all questions were answered; `accelerate config default` and `accelerate init "
-                "--task NAME` ask nothing"
+                "the input ended before all questions were answered; `accelerate config default` "
+                "and `accelerate init --task NAME` do not ask questions"
             ) from None
         if text in ("<", "back"):
             return BACK
         if text == "?":
-            keys = "Enter takes the default, < or back returns to the question before, Ctrl-C ends without writing."
+            keys = (
+                "Enter takes the default, < or back returns to the previous question, Ctrl-C "
+                "ends without writing."
+            )
             print(textwrap.indent(textwrap.fill(f"{help} {keys}".strip(), 90), "  "))
             continue
         if not text:

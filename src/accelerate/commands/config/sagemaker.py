@@ -30,11 +30,9 @@ def get_sagemaker_input() -> SageMakerConfig:
         mixed_precision=precision.value,
         use_cpu=False,
         debug=False,
-        ec2_instance_type=_ask_field(
-            "Type of the instances [ml.p3.2xlarge]: ", default="ml.p3.2xlarge"
-        ),
+        ec2_instance_type=_ask_field("Instance type [ml.p3.2xlarge]: ", default="ml.p3.2xlarge"),
         iam_role_name=_ask_field("IAM role: "),
         profile=_ask_field("AWS profile [default]: ", default="default"),
         region=_ask_field("Region [us-east-1]: ", default="us-east-1"),
-        num_machines=_ask_field("Number of machines [1]: ", int, 1, "Give a whole number."),
+        num_machines=_ask_field("Number of machines [1]: ", int, 1, "Enter a whole number."),
     )

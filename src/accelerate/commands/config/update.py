@@ -16,7 +16,7 @@ def update_command_parser(parser: Any, parents: Any = ()) -> argparse.ArgumentPa
     """Add the parser of the command to `parser`, which has sub-commands."""
     made: argparse.ArgumentParser = parser.add_parser("update", parents=parents)
     made.add_argument(
-        "--config_file", default=None, help="File to update instead of the default one."
+        "--config_file", default=None, help="File to update instead of the default file."
     )
     made.set_defaults(func=update_config_command)
     return made

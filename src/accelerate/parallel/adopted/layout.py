@@ -66,9 +66,9 @@ def find_layout(
         size = declared(model, "dp_size")
         if size is not None and size != len(layout.shards):
             raise PrepareError(
-                f"{class_name(model)} was loaded for {size} data-parallel ranks (DistributedConfig), and its "
-                f"parameters are laid out for {len(layout.shards)}: load it again, with sizes that multiply to the "
-                "number of processes"
+                f"{class_name(model)} was loaded for {size} data-parallel ranks "
+                f"(DistributedConfig), but its parameters are laid out for {len(layout.shards)}: "
+                "load it again with sizes whose product is the number of processes"
             )
     return layout, dict(zip(first, layout.averages, strict=True))
 

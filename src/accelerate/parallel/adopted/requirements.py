@@ -22,8 +22,9 @@ def _no_values(models: Sequence[nn.Module]) -> None:
         for name, parameter in model.named_parameters():
             if parameter.is_meta:
                 raise PrepareError(
-                    f"{name} of {class_name(model)} is on the meta device, and the model is sharded already: call "
-                    "model.to_empty(device=...) and initialize it, or load its weights, before prepare"
+                    f"{name} of {class_name(model)} is on the meta device, but the model is "
+                    "already sharded: call model.to_empty(device=...) and initialize it, or load "
+                    "its weights, before prepare"
                 )
 
 
@@ -48,10 +49,11 @@ def _unknown_dimensions(models: Sequence[nn.Module]) -> None:
     for ranks, (name, mesh, label) in unknown.items():
         if ranks not in split:
             raise PrepareError(
-                f"{name} is a DTensor on {mesh}, and no parameter is sharded over its dimension "
-                f"{label!r} (ranks {list(ranks)}): it is unknown whether these ranks read the same samples. Call "
-                "parallelize_module with the slice of the mesh over which layers are split, and fully_shard with the "
-                "other dimensions, or leave those to prepare"
+                f"{name} is a DTensor on {mesh}, but no parameter is sharded over its dimension "
+                f"{label!r} (ranks {list(ranks)}), so whether these ranks read the same samples "
+                "is unknown. Call parallelize_module with the slice of the mesh over which "
+                "layers are split, and call fully_shard with the other dimensions or leave them "
+                "to prepare"
             )
 
 
@@ -72,11 +74,12 @@ def check_device(model: nn.Module, device: torch.device) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != device.type:
             raise PrepareError(
-                f"{name} of {class_name(model)} is a DTensor on {parameter.device_mesh}, and this run is on "
-                f"{device}: shard the model on a mesh of that device, or let the Accelerator use the mesh's"
+                f"{name} of {class_name(model)} is a DTensor on {parameter.device_mesh}, but this "
+                f"run is on {device}: shard the model on a mesh of that device, or let "
+                "Accelerator use the device of the mesh"
             )
         if is_torch_version("<", "2.12") and dtensor.is_packed(parameter):
             raise PrepareError(
-                f"torch {torch.__version__} cannot gather packed layers such as {name}, so that no checkpoint could "
-                "be saved: use torch 2.12 or later"
+                f"torch {torch.__version__} cannot gather packed layers such as {name}, so "
+                "checkpoints could not be saved: use torch 2.12 or later"
             )

@@ -77,9 +77,10 @@ def derive(descriptions: Sequence[Description]) -> Layout:
     names = [[name for name, _ in description.sharings] for description in descriptions]
     if any(names_of_rank != names[0] for names_of_rank in names):
         raise PrepareError(
-            f"the ranks have different parameters (the first ones: {[of_rank[:1] for of_rank in names]}): a model "
-            "whose layers are distributed over ranks (pipeline stages) is not adopted. Give prepare the plain "
-            "model, with ParallelismConfig(pp_size=...)"
+            "the ranks have different parameters (the first ones: "
+            f"{[of_rank[:1] for of_rank in names]}): a model whose layers are already distributed "
+            "over ranks (pipeline stages) is not supported. Pass the plain model to prepare, "
+            "with ParallelismConfig(pp_size=...)"
         )
     sharings = [[sharing for _, sharing in description.sharings] for description in descriptions]
     averaged = [sharing.averaged for sharing in chain.from_iterable(sharings)]

@@ -93,9 +93,9 @@ class Adopted(ShardedStrategy):
             layout, self._averages = find_layout(bundle.models, same_batch, self._gather)
             if layout.shards != self.shards:
                 raise PrepareError(
-                    f"with {class_name(bundle.models[0])} the ranks that read the same samples are "
-                    f"{list(layout.shards)}, and without it {list(self.shards)}. Give all models to one call of "
-                    "prepare, before the loaders"
+                    f"with {class_name(bundle.models[0])} the ranks that read the same samples "
+                    f"are {list(layout.shards)}, but without it they are {list(self.shards)}. "
+                    "Pass all models to one call of prepare, before the loaders"
                 )
         for model in bundle.models:
             requirements.check_device(model, self.device)

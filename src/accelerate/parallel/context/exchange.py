@@ -142,8 +142,9 @@ def spread_inputs(
     heads = query.shape[1]
     if heads % ranks:
         raise ConfigurationError(
-            f"sp_size={ranks} does not divide the {heads} attention heads of a layer: each rank takes some of them. "
-            "Choose a divisor, or split with cp_size, which does not split heads."
+            f"sp_size={ranks} does not divide the {heads} attention heads of a layer, which are "
+            "divided among the ranks. Choose a divisor, or use cp_size, which does not split "
+            "heads."
         )
     copies = copies_of_heads(key.shape[1], ranks)
     if copies > 1:

@@ -57,12 +57,14 @@ def compare_first(
         if not difference:
             return
     raise ConfigurationError(
-        f"{class_name(plain)} computes something else under {region.layout} than on whole sequences: on the first "
-        f"{cut.region.length} tokens of a batch, {difference}. Ranks read the rows of other ranks only in "
-        "torch.nn.functional.scaled_dot_product_attention (attn_implementation='sdpa' in transformers). What else "
-        "mixes rows has its own alone: a convolution, a recurrence, a mean, the first or last token, positions that "
-        "the model counts. Give position_ids, or a table of positions as one of the buffers of "
-        f"maybe_context_parallel; train what needs other rows without {region.layout.size}"
+        f"{class_name(plain)} does not compute the same under {region.layout} as on whole "
+        f"sequences: on the first {cut.region.length} tokens of a batch, {difference}. Ranks see "
+        "the rows of other ranks only in torch.nn.functional.scaled_dot_product_attention "
+        "(attn_implementation='sdpa' in transformers). Other operations that mix rows see only "
+        "their own rank's: a convolution, a recurrence, a mean, the first or last token, "
+        "positions that the model counts. Pass position_ids, or a table of positions as one of "
+        "the buffers of maybe_context_parallel; train models that need other rows without "
+        f"{region.layout.size}"
     )
 
 
@@ -168,7 +170,7 @@ class _Cut:
         if last > tolerance:
             return first
         if math.isnan(last) and not by_module:
-            return "nothing of the output can be compared"
+            return "the output does not contain anything that can be compared"
         return ""
 
     def _error(self, whole: torch.Tensor, split: torch.Tensor) -> float:

@@ -49,7 +49,7 @@ class MaskReader:
             return None, self._is_causal(shaped, rows)
         if shaped.shape[2] == rows:
             if shaped.requires_grad and torch.is_grad_enabled():
-                raise self._refuse(shaped, "it requires a gradient: give all of its rows")
+                raise self._refuse(shaped, "it requires a gradient: pass all of its rows")
             shaped = gather_rows(shaped, 2, self.group, layout)
         if shaped.shape[1] == query.shape[1] > 1:
             by_rank = shaped.unflatten(1, (layout.ranks, -1))
@@ -80,7 +80,7 @@ class MaskReader:
         if columns == length:
             sizes.add(length)
         if columns not in (length, rows) or shaped.shape[2] not in sizes:
-            raise self._refuse(mask, f"the sequence has {length} rows, {rows} of them here")
+            raise self._refuse(mask, f"the sequence has {length} rows, of which {rows} are here")
         if shaped.is_floating_point():
             # Under autocast the queries may have another dtype.
             shaped = shaped.to(query.dtype)
@@ -92,21 +92,22 @@ class MaskReader:
         if mask.dtype != torch.bool:
             shown = mask > _HIDDEN
             if bool((mask[shown] != 0).any()):
-                raise self._refuse(mask, "it adds a bias to scores of this rank's columns only")
+                raise self._refuse(mask, "it adds a bias only to the scores of this rank's columns")
         if bool(shown.all()):
             return False
         lower = torch.ones(rows, rows, dtype=torch.bool, device=mask.device).tril()
         if shown.shape[2] == rows and bool((shown == lower).all()):
             return True
         raise self._refuse(
-            mask, "it is neither causal nor all true, and has this rank's columns only"
+            mask, "it is neither causal nor all true, and it has only this rank's columns"
         )
 
     def _refuse(self, mask: torch.Tensor, why: str) -> ConfigurationError:
         return ConfigurationError(
-            f"attn_mask of shape {tuple(mask.shape)} under {self.layout}: {why}. Give one "
-            "that broadcasts to (batch, heads, rows, length), with the columns of the full sequence and its rows or "
-            "this rank's; or is_causal=True. Give a padding mask to a transformers model as attention_mask."
+            f"attn_mask of shape {tuple(mask.shape)} under {self.layout}: {why}. Use a mask that "
+            "broadcasts to (batch, heads, rows, length), with the columns of the full sequence "
+            "and all rows or this rank's rows, or use is_causal=True. Pass a padding mask to a "
+            "transformers model as attention_mask."
         )
 
 

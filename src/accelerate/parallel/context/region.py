@@ -169,9 +169,9 @@ class ContextParallel:
         promised = layout.sp_handler or DeepSpeedSequenceParallelConfig()
         if promised.sp_attn_implementation not in (None, "sdpa"):
             raise ConfigurationError(
-                f"sp_attn_implementation={promised.sp_attn_implementation!r} under sp_size={layout.sp_size}: models "
-                "attend through torch's scaled_dot_product_attention, which takes flash kernels where there are any. "
-                "Use 'sdpa' or None."
+                f"sp_attn_implementation={promised.sp_attn_implementation!r} under "
+                f"sp_size={layout.sp_size}: models use torch's scaled_dot_product_attention, "
+                "which uses flash kernels where they are available. Use 'sdpa' or None."
             )
         if promised.sp_seq_length_is_variable:
             fixed = None
@@ -195,7 +195,8 @@ class ContextParallel:
     def _check_length(self, length: int, what: str) -> None:
         if self.length not in (None, length):
             raise ConfigurationError(
-                f"{what} has sequences of {length}: sp_seq_length={self.length}, sp_seq_length_is_variable=False"
+                f"{what} has sequences of length {length}, but sp_seq_length={self.length} and "
+                "sp_seq_length_is_variable=False"
             )
         self.layout.check(length, what)
 
@@ -224,7 +225,7 @@ class ContextParallel:
         """A block in which `buffers` hold this rank's rows, and these attend to the full sequence."""
         if self._block is not None:
             raise ConfigurationError(
-                "maybe_context_parallel is open already: its blocks are not nested"
+                "maybe_context_parallel is already active: its blocks cannot be nested"
             )
         length = common_length(self.layout, buffers, dimensions)
         self._check_length(length, "buffer 0 of maybe_context_parallel")
@@ -383,8 +384,9 @@ class ContextParallel:
         # torch's errors about shapes.
         if error is not None and type(error) in (RuntimeError, ValueError):
             error.add_note(
-                f"{region.part}. A table of positions or a mask of the full length does not fit: index it "
-                "with position_ids, or give it as one of the buffers of maybe_context_parallel."
+                f"{region.part}. A table of positions or a mask of the full length does not fit: "
+                "index it with position_ids, or pass it as one of the buffers of "
+                "maybe_context_parallel."
             )
 
     # -- attention
@@ -499,9 +501,9 @@ class _Inputs:
         if self.takes_positions and (inputs.get("position_ids") is None or region.counted):
             if split is None:
                 raise ConfigurationError(
-                    f"no input of {self.name} is (batch, {region.rows}, ...), and {region.part}: are all inputs among "
-                    "the buffers of maybe_context_parallel? Where the sequence is another dimension, give "
-                    "position_ids too."
+                    f"no input of {self.name} is (batch, {region.rows}, ...), and {region.part}: "
+                    "are all inputs among the buffers of maybe_context_parallel? If the sequence "
+                    "is a different dimension, also pass position_ids."
                 )
             if region.documents is None:
                 positions = region.positions(split.device).expand(split.shape[0], -1)
@@ -539,8 +541,9 @@ def _sequences(batch: Mapping[str, object]) -> tuple[int, torch.device, int]:
         if isinstance(value, torch.Tensor) and value.dim() >= 2:
             return value.shape[1], value.device, value.shape[0]
     raise ConfigurationError(
-        f"a batch with {sorted(batch)} has no input_ids (or inputs_embeds) of shape (batch, sequence, ...): its "
-        "sequences cannot be split. Split the batch yourself with maybe_context_parallel."
+        f"a batch with {sorted(batch)} does not have input_ids (or inputs_embeds) of shape "
+        "(batch, sequence, ...), so its sequences cannot be split. Split the batch yourself with "
+        "maybe_context_parallel."
     )
 
 

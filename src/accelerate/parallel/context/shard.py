@@ -47,7 +47,8 @@ class SequenceLayout:
             factor = f"2 x {self.size}" if self.balanced else self.size
             raise ConfigurationError(
                 f"{what} has {length} rows along the sequence: with {self} their number must be a "
-                f"multiple of {factor} = {self.multiple}. Pad or cut the sequences, to {padded} for example."
+                f"multiple of {factor} = {self.multiple}. Pad or truncate the sequences, for "
+                f"example to {padded}."
             )
 
     def rows(self, length: int, device: torch.device | None = None) -> torch.Tensor:
@@ -86,20 +87,22 @@ def common_length(
     """
     if len(buffers) != len(dimensions):
         raise ConfigurationError(
-            f"maybe_context_parallel has {len(buffers)} buffers and {len(dimensions)} buffer_seq_dims: give one "
-            "dimension for each buffer"
+            f"maybe_context_parallel has {len(buffers)} buffers and {len(dimensions)} "
+            "buffer_seq_dims: pass one dimension for each buffer"
         )
     if not buffers:
         raise ConfigurationError(
-            f"maybe_context_parallel has no buffers, and {layout}: nothing would be split. Give "
-            "the tensors of the batch (token ids, labels, position ids) as buffers, with buffer_seq_dims=[1, ...]."
+            f"maybe_context_parallel does not have buffers, and {layout}: nothing would be split. "
+            "Pass the tensors of the batch (token ids, labels, position ids) as buffers, with "
+            "buffer_seq_dims=[1, ...]."
         )
     lengths = []
     for number, (buffer, dimension) in enumerate(zip(buffers, dimensions, strict=True)):
         if buffer.requires_grad:
             raise ConfigurationError(
-                f"buffer {number} of maybe_context_parallel takes part in autograd (parameter or activation): it "
-                "cannot be split in place. Split what it is computed from."
+                f"buffer {number} of maybe_context_parallel takes part in autograd (parameter or "
+                "activation), so it cannot be split in place. Split the tensors from which it is "
+                "computed."
             )
         if not -buffer.dim() <= dimension < buffer.dim():
             raise ConfigurationError(

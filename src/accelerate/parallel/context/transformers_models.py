@@ -110,9 +110,9 @@ def shifted(labels: torch.Tensor, region: SequenceRegion) -> torch.Tensor:
     full = region.full_of(labels)
     if full is None:
         raise ConfigurationError(
-            "labels are given to a model that shifts them, and are not one of the buffers that were split: the label "
-            "after a rank's last row is another rank's. Add `labels` to the buffers and pass the same tensor, or "
-            "shift them first and give shift_labels."
+            "labels were passed to a model that shifts them, but are not one of the split "
+            "buffers: the label after a rank's last row is on another rank. Add `labels` to the "
+            "buffers and pass the same tensor, or shift them first and pass shift_labels."
         )
     if region.documents is not None:
         full = region.documents.trained_labels(full)
@@ -203,8 +203,8 @@ def _full_mask(
     padding = arguments.get("attention_mask")
     if region.packed is None and padding is not None and not bool(padding.all()):
         raise ConfigurationError(
-            f"a padding mask of shape {tuple(padding.shape)} is made inside the model under "
-            f"{layout}, for this rank's rows only: give attention_mask to the model."
+            f"a padding mask of shape {tuple(padding.shape)} is created inside the model under "
+            f"{layout}, only for this rank's rows: pass attention_mask to the model."
         )
     # Builders of masks that are not causal do not look for packed sequences.
     is_bidirectional = "allow_is_bidirectional_skip" in arguments

@@ -15,25 +15,27 @@ def check_frozen(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             raise PrepareError(
-                f"all of {type(model).__name__} was frozen when it was prepared, and {name} is not any more: the "
-                "processes may have different values of it. Prepare the model and its optimizer again"
+                f"all of {type(model).__name__} was frozen when it was prepared, but {name} no "
+                "longer is: the processes may have different values of it. Prepare the model and "
+                "its optimizer again"
             )
 
 
 def unanswered(model: nn.Module) -> PrepareError:
     """The error for gradients that are not reduced by DDP itself, in a block of `join_uneven_inputs`."""
     return PrepareError(
-        f"join_uneven_inputs: a process that has finished answers one backward for each forward of "
-        f"{type(model).__name__}, of the parameters that trained in prepare. Here a second backward, one after a "
-        "forward under no_sync, or an unfrozen parameter needs more messages. Use even_batches=True"
+        "join_uneven_inputs: a finished process answers one backward pass for each forward pass "
+        f"of {type(model).__name__}, for the parameters that were trainable in prepare. Here a "
+        "second backward pass, one after a forward pass under no_sync, or an unfrozen parameter "
+        "needs more messages. Use even_batches=True"
     )
 
 
 def late_sync() -> PrepareError:
     """The error for a model of FSDP2 within `no_sync` whose backward shall reduce gradients nevertheless."""
     return PrepareError(
-        "trigger_sync_in_backward inside no_sync works with DDP. FSDP decides in the backward: call "
-        "accelerator.backward outside of the no_sync block"
+        "trigger_sync_in_backward inside no_sync works only with DDP. FSDP decides in the "
+        "backward pass: call accelerator.backward outside the no_sync block"
     )
 
 
@@ -46,8 +48,8 @@ def check_turn(
     ):
         names = ", ".join(type(getattr(model, "module", model)).__name__ for model in joined)
         raise PrepareError(
-            f"join_uneven_inputs([{names}]): a process that has finished answers the messages of one model after the "
-            f"other, and here {type(replica.module).__name__} runs before the backward of another one, or not in its "
-            "turn. Call forward and backward of each model in the order of the list, make one module of them, or use "
-            "even_batches=True"
+            f"join_uneven_inputs([{names}]): a finished process answers the messages of one model "
+            f"after the other, but here {type(replica.module).__name__} runs before the backward "
+            "pass of another one, or out of order. Run the forward and backward pass of each "
+            "model in the order of the list, combine them in one module, or use even_batches=True"
         )

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedEngineWrapper:
-    """Calls an engine's backward, and its step at the end of a window."""
+    """Calls an engine's backward pass, and its step at the end of an accumulation window."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -96,9 +96,9 @@ def check_multiplies(engine: Engine) -> None:
     ):
         if is_on:
             raise ConfigurationError(
-                f"backward(loss, num_items=...): DeepSpeed's {option} updates parameters before all gradients of a "
-                "window, and the number of its items, are known. Divide the loss by that number, leave num_items out, "
-                f"or turn {option} off in the configuration"
+                f"backward(loss, num_items=...): DeepSpeed's {option} updates parameters before "
+                "all gradients of a window and the number of its items are known. Divide the "
+                f"loss by that number, omit num_items, or turn off {option} in the configuration"
             )
 
 
@@ -129,7 +129,7 @@ def multiplied(engine: Engine, factor: torch.Tensor) -> Iterator[None]:
 
 
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
-    """The engine's optimizer as the user's loop sees it: the engine has stepped in its backward already."""
+    """The engine's optimizer as the training loop sees it: the engine has already stepped in its backward pass."""
 
     steps_made: int
 
@@ -143,7 +143,8 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         """Nothing: the engine has stepped in the backward that completed the window. It takes no closure."""
         if closure is not None:
             raise TypeError(
-                "a DeepSpeed engine takes no closure: it has stepped in accelerator.backward already"
+                "a DeepSpeed engine does not take a closure: it has already stepped in "
+                "accelerator.backward"
             )
         if self.gradient_state.sync_gradients:
             self.steps_made += 1
@@ -156,7 +157,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
 
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
-    """The engine's scheduler as the user's loop sees it: the engine moves it with its step."""
+    """The engine's scheduler as the training loop sees it: the engine advances it in its step."""
 
     def __init__(self, scheduler: Any, optimizers: Any) -> None:
         super().__init__(scheduler, optimizers)
@@ -262,7 +263,7 @@ def start_engine(
     return engine, wrapped, moved
 
 
-_KEEP = 'Set "zero_force_ds_cpu_optimizer": false in the DeepSpeed config to keep the optimizer that you give.'
+_KEEP = 'Set "zero_force_ds_cpu_optimizer": false in the DeepSpeed config to keep your optimizer.'
 # Options of a parameter group that DeepSpeed's optimizers do not have, with the values that change nothing.
 _WITHOUT = {"amsgrad": False, "maximize": False, "lr_decay": 0, "initial_accumulator_value": 0}
 
@@ -292,7 +293,8 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.op
         for name, neutral in _WITHOUT.items():
             if group.get(name, neutral) != neutral:
                 raise PrepareError(
-                    f"DeepSpeed's {kind} for the CPU has no {name} (here {group[name]!r}). {_KEEP}"
+                    f"DeepSpeed's {kind} for the CPU does not support {name} (here "
+                    f"{group[name]!r}). {_KEEP}"
                 )
         # It takes numbers only.
         group["lr"] = float(group["lr"])

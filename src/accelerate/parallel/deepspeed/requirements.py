@@ -109,8 +109,8 @@ def _several(request: EngineRequest) -> None:
         count = len(getattr(request, kind))
         if count > 1:
             raise PrepareError(
-                f"prepare() got {count} {kind}: a DeepSpeed engine has one. Make an Accelerator for each model that "
-                "trains, with deepspeed_plugins={name: plugin, ...}"
+                f"prepare() got {count} {kind}: a DeepSpeed engine has one. Create an Accelerator "
+                "for each model that trains, with deepspeed_plugins={name: plugin, ...}"
             )
 
 
@@ -126,7 +126,7 @@ def _batch_size(request: EngineRequest) -> None:
         )
     elif sizes and configured not in ("auto", *sizes):
         raise ConfigurationError(
-            f"the DeepSpeed config has {_BATCH}={configured}, the loaders have batches of "
+            f"the DeepSpeed config has {_BATCH}={configured}, but the loaders have batches of "
             f"{', '.join(map(str, sizes))} per process: make them equal, or set it to auto"
         )
 
@@ -136,8 +136,8 @@ def _accumulation(request: EngineRequest) -> None:
     steps = GradientState().num_steps
     if not request.accumulation_by_accelerator and steps not in (1, configured):
         raise ConfigurationError(
-            f"the DeepSpeed config has gradient_accumulation_steps={configured}, the Accelerator {steps}: make them "
-            "equal, or set it to auto"
+            f"the DeepSpeed config has gradient_accumulation_steps={configured}, but Accelerator "
+            f"has {steps}: make them equal, or set it to auto"
         )
 
 
@@ -145,8 +145,8 @@ def _no_optimizer(request: EngineRequest) -> None:
     has_optimizer = request.optimizer or request.plugin.get_value("optimizer")
     if not has_optimizer and request.stage in (1, 2):
         raise PrepareError(
-            f"ZeRO stage {request.stage} needs an optimizer: give it to the same call of prepare(), or use stage 3 "
-            "(or 0) for a model that does not train"
+            f"ZeRO stage {request.stage} needs an optimizer: pass it to the same call of "
+            "prepare(), or use stage 3 (or 0) for a model that does not train"
         )
 
 
@@ -156,7 +156,7 @@ def _entire_tensors(request: EngineRequest) -> None:
         check_flat_shards(
             request.optimizer,
             f"DeepSpeed (ZeRO stage {request.stage})",
-            "give an fsdp_plugin with fsdp_version=2 instead of the deepspeed_plugin",
+            "use an fsdp_plugin with fsdp_version=2 instead of the deepspeed_plugin",
         )
 
 
@@ -168,13 +168,13 @@ def _twice_or_nowhere(request: EngineRequest) -> None:
         is_configured = request.plugin.get_value(name) is not None
         if is_configured and value is not None and not isinstance(value, placeholder):
             raise PrepareError(
-                f"the DeepSpeed config has a `{name}` and a {type(value).__name__} is given too: remove it from the "
-                f"config, or give accelerate.utils.{placeholder.__name__}"
+                f"the DeepSpeed config has a `{name}` and a {type(value).__name__} is passed as "
+                f"well: remove it from the config, or pass accelerate.utils.{placeholder.__name__}"
             )
         if isinstance(value, placeholder) and not is_configured:
             raise PrepareError(
-                f"{placeholder.__name__} stands for the `{name}` of a DeepSpeed config, which has none: add it there, "
-                f"or give a real {name}"
+                f"{placeholder.__name__} stands for the `{name}` of a DeepSpeed config, which "
+                f"does not have one: add it there, or pass a real {name}"
             )
 
 

@@ -59,10 +59,11 @@ class EngineState:
             return dict(clone_tensors_for_torch_save(self.module.state_dict()))
         if not engine.zero_gather_16bit_weights_on_model_save():
             raise ConfigurationError(
-                "Cannot get 16bit model weights because `stage3_gather_16bit_weights_on_model_save` in DeepSpeed "
-                "config is False. Set it to True there, or `zero3_save_16bit_model` in the plugin. `save_state` saves "
-                "all of the fp32 weights; `model.save_checkpoint(folder)` the engine's own checkpoint, from which "
-                "`zero_to_fp32.py` takes them."
+                "Cannot get 16bit model weights because "
+                "`stage3_gather_16bit_weights_on_model_save` in DeepSpeed config is False. Set "
+                "it to True there, or `zero3_save_16bit_model` in the plugin. `save_state` saves "
+                "all fp32 weights; `model.save_checkpoint(folder)` saves the engine's own "
+                "checkpoint, from which `zero_to_fp32.py` extracts them."
             )
         return self.model_state(master_weights=False)
 
@@ -107,11 +108,14 @@ class EngineState:
         for name, value in full.items():
             shape = getattr(self.light[name], "shape", None)
             if isinstance(value, torch.Tensor) and value.shape != shape:
-                text = f"{name} has the shape {list(value.shape)} in the state and {list(shape or ())} in the model."
+                text = (
+                    f"{name} has the shape {list(value.shape)} in the state but "
+                    f"{list(shape or ())} in the model."
+                )
                 if not value.numel():
                     text += (
-                        " ZeRO stage 3 had sharded it when the state was taken: "
-                        "accelerator.get_state_dict gathers."
+                        " ZeRO stage 3 had sharded it when the state was read: use "
+                        "accelerator.get_state_dict, which gathers it."
                     )
                 raise CheckpointError(text)
         for name, target in self.module.state_dict(keep_vars=True).items():
@@ -267,7 +271,7 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """A block in which parameters that ZeRO-3 shards are unsharded on every rank. Others are left as they are.
+    """A context in which parameters that ZeRO-3 shards are unsharded on every rank. Others are left as they are.
 
     Args:
         params: one parameter or several.

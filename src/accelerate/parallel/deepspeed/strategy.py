@@ -56,8 +56,9 @@ class DeepSpeedZero(Strategy):
         super().__init__(device, precision)
         if not is_available("deepspeed"):
             raise ConfigurationError(
-                "deepspeed_plugin is given and DeepSpeed is not installed: pip install deepspeed (or "
-                "accelerate[deepspeed]); on a machine without a GPU with DS_BUILD_OPS=0 and --no-build-isolation"
+                "deepspeed_plugin was passed, but DeepSpeed is not installed: pip install "
+                "deepspeed (or accelerate[deepspeed]); on a machine without a GPU with "
+                "DS_BUILD_OPS=0 and --no-build-isolation"
             )
         if not dist.is_initialized():
             group.start_alone(kind_of(device))
@@ -85,7 +86,8 @@ class DeepSpeedZero(Strategy):
         if not request.models:
             if request.optimizers:
                 raise PrepareError(
-                    "DeepSpeed makes one engine of a model and its optimizer: give both to one call of prepare()"
+                    "DeepSpeed makes one engine of a model and its optimizer: pass both to one "
+                    "call of prepare()"
                 )
             return objects
         requirements.check(request)
@@ -129,8 +131,8 @@ class DeepSpeedZero(Strategy):
             self._trains = optimizer is not None or plugin.get_value("optimizer") is not None
         elif optimizer is not None:
             warn(
-                "this Accelerator has a DeepSpeed engine already; accelerator.backward uses the first "
-                "one. Make an Accelerator for each model that trains."
+                "this Accelerator already has a DeepSpeed engine, and accelerator.backward uses "
+                "the first one. Create an Accelerator for each model that trains."
             )
         return engine, optimizer, scheduler
 
@@ -178,7 +180,9 @@ class DeepSpeedZero(Strategy):
 
     def _started_engine(self) -> DeepSpeedEngineWrapper:
         if self.engine is None:
-            raise PrepareError("backward() before prepare(): DeepSpeed has no engine yet")
+            raise PrepareError(
+                "backward() was called before prepare(): DeepSpeed does not have an engine yet"
+            )
         return self.engine
 
     def clip_grad_norm(
@@ -186,13 +190,17 @@ class DeepSpeedZero(Strategy):
     ) -> torch.Tensor:
         """The norm of the gradients that the engine has clipped, in its step, by its own `gradient_clipping`."""
         if self.engine is None:
-            raise PrepareError("clip_grad_norm_() before prepare(): DeepSpeed has no engine yet")
+            raise PrepareError(
+                "clip_grad_norm_() was called before prepare(): DeepSpeed does "
+                "not have an engine yet"
+            )
         limit = self.plugin.get_value("gradient_clipping", 0.0)
         if limit != max_norm and not self._warned:
             self._warned = True
             warn(
-                f"clip_grad_norm_(max_norm={max_norm}): the engine clips by gradient_clipping={limit} of its "
-                "configuration, before this call. Change that value instead."
+                f"clip_grad_norm_(max_norm={max_norm}): the engine clips by the "
+                f"gradient_clipping={limit} of its configuration, before this call. Change that "
+                "value instead."
             )
         return self.engine.get_global_grad_norm()  # type: ignore[return-value]
 
@@ -205,7 +213,8 @@ class DeepSpeedZero(Strategy):
     def clip_grad_value(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Raise ConfigurationError: the engine has stepped already."""
         raise ConfigurationError(
-            "DeepSpeed does not support `clip_grad_value_`: its engine has stepped by now. Use gradient_clipping."
+            "DeepSpeed does not support `clip_grad_value_`: its engine has already stepped. Use "
+            "gradient_clipping."
         )
 
     def release(self) -> None:

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
-    """Shard a model in place as `accelerator.prepare` would; optimizers are not touched."""
+    """Shard a model in place as `accelerator.prepare` does; optimizers are unchanged."""
     if isinstance(model, FSDPModule):
         return model
     layout, device_mesh = accelerator.parallelism_config, accelerator.torch_device_mesh
@@ -44,7 +44,7 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
 def fsdp2_prepare_auto_wrap_policy(
     fsdp2_plugin: Any, model: nn.Module
 ) -> Callable[[nn.Module], bool] | None:
-    """Whether a module of the model is a unit of its own, by the plugin's wrap policy; None without a policy."""
+    """Return the plugin's wrap policy, which tells whether a module is a separate unit; None without a policy."""
     plugin = copy.copy(fsdp2_plugin)
     plugin.set_auto_wrap_policy(model)
     units = select_units(model, plugin.auto_wrap_policy, set())
@@ -54,7 +54,7 @@ def fsdp2_prepare_auto_wrap_policy(
 
 
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
-    """Have the units that the plugin's wrap policy finds recompute in the backward, in place."""
+    """Make the units of the plugin's wrap policy recompute activations in the backward pass, in place."""
     plugin = copy.copy(accelerator.state.fsdp_plugin)
     plugin.set_auto_wrap_policy(model)
     units = select_units(model, plugin.auto_wrap_policy, set())
@@ -70,18 +70,18 @@ def fsdp2_load_full_state_dict(
     full_sd: Mapping[str, torch.Tensor],
     cpu_offload: bool = False,
 ) -> None:
-    """Fill a sharded model from a full state that rank 0 holds; parameters without storage get one."""
+    """Fill a sharded model from a full state on rank 0; parameters without storage get storage."""
     materialize.allocate(model, accelerator.device, torch.device("cpu") if cpu_offload else None)
     fsdp_state.load_full_model_state(model, dict(full_sd), accelerator.device)
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Have libraries that load weights before `prepare` do so on rank 0 only (FSDP_CPU_RAM_EFFICIENT_LOADING)."""
+    """Make libraries that load weights before `prepare` do so only on rank 0 (FSDP_CPU_RAM_EFFICIENT_LOADING)."""
     env.publish({EFFICIENT_LOADING: True})
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Have libraries that load weights before `prepare` do so on every rank."""
+    """Make libraries that load weights before `prepare` do so on every rank."""
     env.publish({EFFICIENT_LOADING: False})
 
 
@@ -138,8 +138,9 @@ def fsdp2_switch_optimizer_parameters(
             trains_sharded = trains_sharded or present in sharded
         if group["params"] and not trains_sharded:
             raise PrepareError(
-                f"none of the parameters of the optimizer's group {index} is a parameter of the "
-                "sharded model: it would train nothing. Make the optimizer from the model that is prepared."
+                f"none of the parameters in the optimizer's group {index} belongs to the sharded "
+                "model, so the group would not train anything. Create the optimizer from the "
+                "model that is prepared."
             )
     repoint_all([optimizer], pairs)
 

@@ -192,8 +192,8 @@ class FullyShardedDataParallel1(Strategy):
         self.plugin = plugin
         if plugin.cpu_offload.offload_params and device.type == "cpu":  # type: ignore[union-attr]
             raise ConfigurationError(
-                "cpu_offload: the shards are in host memory on the CPU anyway, and torch's FSDP1 fails when it copies "
-                "them there. Leave it out, or set fsdp_version=2."
+                "cpu_offload: on the CPU, the shards are already in host memory, and torch's "
+                "FSDP1 fails when it copies them there. Remove it, or set fsdp_version=2."
             )
         if not dist.is_initialized():
             group.start_alone(kind_of(device))
@@ -254,7 +254,8 @@ class FullyShardedDataParallel1(Strategy):
         else:
             if self.transforms and not self.plugin.use_orig_params:
                 raise ConfigurationError(
-                    "torch.compile works on FSDP1 with use_orig_params=True (FSDP_USE_ORIG_PARAMS=true)"
+                    "torch.compile needs use_orig_params=True under FSDP1 "
+                    "(FSDP_USE_ORIG_PARAMS=true)"
                 )
             flattened = chain.from_iterable(
                 other.parts() for other in self._plain_models(self.prepared)
@@ -312,12 +313,14 @@ def _shard_mesh(
         other = [name for name in ("tp", "cp", "sp", "pp") if layout.sizes[name] > 1]
         if other:
             raise ConfigurationError(
-                f"{describe(layout)}: FSDP1 does not compose with {', '.join(other)}; set fsdp_version=2"
+                f"{describe(layout)}: FSDP1 does not work with {', '.join(other)}; set "
+                "fsdp_version=2"
             )
         if layout.dp_replicate_enabled and not hybrid:
             raise ConfigurationError(
-                f"{describe(layout)}: FSDP1 makes copies with sharding_strategy=HYBRID_SHARD, which is "
-                f"{sharding.name} here. Set it, or fsdp_version=2"
+                f"{describe(layout)}: FSDP1 makes replicas only with "
+                f"sharding_strategy=HYBRID_SHARD, but here it is {sharding.name}. Set "
+                "HYBRID_SHARD, or fsdp_version=2"
             )
     if not hybrid:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("dp_shard",))
@@ -327,7 +330,8 @@ def _shard_mesh(
         copies = world // Topology.from_environment().local_world_size
     if copies < 1 or world % copies:
         raise ConfigurationError(
-            f"sharding_strategy={sharding.name}: {world} processes are not {copies} equal machines"
+            f"sharding_strategy={sharding.name}: {world} processes cannot be divided among "
+            f"{copies} machines"
         )
     return init_device_mesh(
         device.type, (copies, world // copies), mesh_dim_names=("dp_replicate", "dp_shard")

@@ -79,8 +79,8 @@ class PlainModel:
             for parameter in group["params"]:
                 if id(parameter) not in self.names:
                     raise CheckpointError(
-                        f"{type(optimizer).__name__} has a parameter that its sharded model lacks: its state can "
-                        "only be saved with the one model that it trains"
+                        f"{type(optimizer).__name__} has a parameter that its sharded model does "
+                        "not have: its state can be saved only if it trains a single model"
                     )
                 names += self.names[id(parameter)]
             if len(names) > len(group["params"]):
@@ -117,16 +117,18 @@ def repoint(optimizer: torch.optim.Optimizer, models: Sequence[PlainModel]) -> N
                 continue
             if len(homes) > 1:
                 raise PrepareError(
-                    f"use_orig_params=False makes one parameter of several that {type(optimizer).__name__} has in "
-                    "different groups, or not at all. Set use_orig_params=True (FSDP_USE_ORIG_PARAMS=true), or make "
-                    "the optimizer from the model that prepare returns"
+                    "use_orig_params=False combines several parameters into one, but "
+                    f"{type(optimizer).__name__} has them in different groups or lacks some. Set "
+                    "use_orig_params=True (FSDP_USE_ORIG_PARAMS=true), or create the optimizer "
+                    "from the model that prepare returns"
                 )
             fresh.setdefault(homes.pop(), []).append(flat)  # type: ignore[arg-type]
             gone.update(map(id, members))
     if not (gone | sharded).isdisjoint(map(id, optimizer.state)):
         raise PrepareError(
-            f"{type(optimizer).__name__} has state already, as after a step, and FSDP1 has flattened its parameters. "
-            "Make it from the model that prepare returns, or set fsdp_version=2 (FSDP_VERSION=2)"
+            f"{type(optimizer).__name__} already has state, as after a step, but FSDP1 flattened "
+            "its parameters. Create it from the model that prepare returns, or set "
+            "fsdp_version=2 (FSDP_VERSION=2)"
         )
     for number, group in enumerate(optimizer.param_groups):
         group["params"] = [p for p in group["params"] if id(p) not in gone]

@@ -54,10 +54,12 @@ def _quantized(sharding: Sharding) -> Iterator[str]:
         )
         if (of_torchao or kind == "Int8Params") and id(parameter) not in sharding.unsharded:
             yield (
-                f"{name} is a {kind}, quantized by {'torchao' if of_torchao else 'bitsandbytes to 8 bits'}, which "
-                f"{sharding.layout} does not shard. Train with DDP, or with a base in 4 bits of bitsandbytes. For "
-                "inference use prepare_model(model, evaluation_mode=True), which keeps the full model on each "
-                "process, or a device map; or put its module into ignored_modules"
+                f"{name} is a {kind}, quantized by "
+                f"{'torchao' if of_torchao else 'bitsandbytes to 8 bits'}, which "
+                f"{sharding.layout} cannot shard. Train with DDP, or with a 4-bit bitsandbytes "
+                "base. For inference use prepare_model(model, evaluation_mode=True), which keeps "
+                "the full model on each process, or a device map. Or add its module to "
+                "ignored_modules"
             )
 
 
@@ -68,7 +70,10 @@ def _sparse(sharding: Sharding) -> Iterator[str]:
             and module.sparse
             and module.weight.requires_grad
         ):
-            yield f"{what} gives sparse gradients, which {sharding.layout} does not reduce. Build it with sparse=False"
+            yield (
+                f"{what} has sparse gradients, which {sharding.layout} cannot reduce. Build it "
+                "with sparse=False"
+            )
 
 
 def _shared(sharding: Sharding) -> Iterator[str]:
@@ -76,17 +81,18 @@ def _shared(sharding: Sharding) -> Iterator[str]:
         if id(part) in sharding.taken:
             kind = "parameter" if isinstance(part, nn.Parameter) else "layer"
             yield (
-                f"{name} is a {kind} of another model too, which {sharding.layout} has sharded already, and torch "
-                "shards a parameter in one model only. Put both into one nn.Module and prepare that, or use DDP"
+                f"{name} is also a {kind} of another model, which {sharding.layout} has already "
+                "sharded, but torch can shard a parameter in only one model. Put both in one "
+                "nn.Module and prepare that, or use DDP"
             )
 
 
 def _compiled(sharding: Sharding) -> Iterator[str]:
     if sharding.is_flat and is_compiled_module(sharding.model):
         yield (
-            f"{sharding.layout} cannot shard a model that torch.compile has wrapped: its state dict would have flat "
-            "shards. Give prepare the plain model and the Accelerator dynamo_plugin=TorchDynamoPlugin(...), or set "
-            "fsdp_version=2"
+            f"{sharding.layout} cannot shard a model that torch.compile has wrapped: its state "
+            "dict would have flat shards. Pass the plain model to prepare and "
+            "dynamo_plugin=TorchDynamoPlugin(...) to Accelerator, or set fsdp_version=2"
         )
 
 
@@ -103,9 +109,10 @@ def _whole_numbers(sharding: Sharding) -> Iterator[str]:
             if is_torch_version(">=", "2.12"):
                 continue
         yield (
-            f"{name} has the dtype {parameter.dtype}, which {sharding.layout} in torch {torch.__version__} "
-            "does not shard. Put its module into ignored_modules, or use fsdp_version=2 with torch 2.12, or "
-            "with floating-point storage for 4-bit layers of bitsandbytes (quant_storage=torch.float32)"
+            f"{name} has the dtype {parameter.dtype}, which {sharding.layout} in torch "
+            f"{torch.__version__} cannot shard. Add its module to ignored_modules, or use "
+            "fsdp_version=2 with torch 2.12, or with floating-point storage for 4-bit "
+            "bitsandbytes layers (quant_storage=torch.float32)"
         )
 
 
@@ -199,7 +206,7 @@ class _FirstForward:
             if name in after and not torch.equal(after[name], total):
                 where = f"{self.name}.{name}" if self.name else name
                 raise PrepareError(
-                    f"the forward of {type(unit).__name__} changes the parameter {where}. Under FSDP2 it has a copy "
-                    "of it, gathered for the forward, and the change is lost. Change it after optimizer.step(), or "
-                    "put the module that has it into ignored_modules"
+                    f"the forward of {type(unit).__name__} changes the parameter {where}. Under "
+                    "FSDP2, the forward pass uses a gathered copy, so the change is lost. Change "
+                    "it after optimizer.step(), or add its module to ignored_modules"
                 )

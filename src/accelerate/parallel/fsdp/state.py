@@ -98,7 +98,8 @@ def load_full_model_state(
     if strict and unknown:
         listed = [name for name in state if name in unknown]
         raise CheckpointError(
-            f"the state holds {len(listed)} tensors the model does not: {', '.join(listed[:5])}"
+            f"the state has {len(listed)} tensors that the model does not have: "
+            f"{', '.join(listed[:5])}"
         )
     names = materialize.from_first([name_in_state[key] for key in tensors], device)
     targets = list(zip(names, tensors.values(), strict=True))
@@ -303,7 +304,8 @@ def check_groups(groups: Sequence[Sequence[object]], saved: Sequence[Mapping[str
     saved_sizes = [len(group["params"]) for group in saved]
     if sizes != saved_sizes:
         raise CheckpointError(
-            f"the optimizer's groups have {sizes} parameters, those of the state {saved_sizes}"
+            f"the optimizer's groups have {sizes} parameters, but those of the state have "
+            f"{saved_sizes}"
         )
 
 
@@ -362,8 +364,8 @@ def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str
             groups.append(list(chain.from_iterable(members)))
     except KeyError:
         raise CheckpointError(
-            f"{type(optimizer).__name__} has parameters that are not in {class_name(model)}: its state can "
-            "only be saved with the one model that it trains"
+            f"{type(optimizer).__name__} has parameters that are not in {class_name(model)}: its "
+            "state can be saved only if it trains a single model"
         ) from None
     return groups
 

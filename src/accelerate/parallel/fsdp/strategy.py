@@ -109,9 +109,10 @@ class FullyShardedDataParallel(ShardedStrategy):
         sent = backends_of(transport.group_of(None))
         if plugin.offloads_shards and device.type not in ("cpu", "meta") and "cpu" not in sent:
             raise ConfigurationError(
-                f"cpu_offload keeps shards and gradients in host memory, and the process group ({dist.get_backend()}) "
-                f"sends tensors of {device.type} devices only. Make the Accelerator before any other state, or join "
-                f"the group with backend={group.with_host(kind_of(device))!r}"
+                "cpu_offload keeps shards and gradients in host memory, but the process group "
+                f"({dist.get_backend()}) sends only tensors on {device.type} devices. Create the "
+                "Accelerator before any other state, or join the group with "
+                f"backend={group.with_host(kind_of(device))!r}"
             )
         self.plugin = plugin
         # The gradient of a scaled loss is too large for fp16.

@@ -215,8 +215,8 @@ def with_regions(
     for name, module in model.named_modules():
         if name and module in added and module not in chosen:
             raise PrepareError(
-                f"precision_policy: {name} shares a parameter with a module outside of it, and FSDP2 gathers both in "
-                "one dtype. Leave it out of the policy, or untie the parameter"
+                f"precision_policy: {name} shares a parameter with a module outside it, and FSDP2 "
+                "gathers both in one dtype. Remove it from the policy, or untie the parameter"
             )
     # Among modules in the order of the model, children come after their parents.
     return [module for module in reversed(list(model.modules())) if module in chosen], added
@@ -289,7 +289,7 @@ def find_modules(model: nn.Module, modules: Iterable[nn.Module] | str | None) ->
 def get_parameters_from_modules(
     modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
 ) -> set[nn.Parameter]:
-    """The parameters of modules (given as such or by a regular expression over names), moved to `device`."""
+    """The parameters of modules (passed as modules or as a regular expression over names), moved to `device`."""
     parameters: set[nn.Parameter] = set()
     for module in find_modules(model, modules):
         if not any(parameter.is_meta for parameter in module.parameters()):

@@ -99,9 +99,10 @@ class StageBuffers:
             if not all(_equal(value, values[0]) for value in values):
                 module, attribute = self.places[name][0]
                 raise PrepareError(
-                    f"the forward of {name.rpartition('.')[0] or 'the model'} ({type(module).__name__}) writes to "
-                    f"its buffer {attribute!r} what depends on the samples, and a pipeline computes a batch in "
-                    "parts: set num_microbatches=1, or freeze it"
+                    f"the forward of {name.rpartition('.')[0] or 'the model'} "
+                    f"({type(module).__name__}) writes values that depend on the samples to its "
+                    f"buffer {attribute!r}, but a pipeline computes a batch in parts: set "
+                    "num_microbatches=1, or freeze it"
                 )
             self.written.setdefault(stage, set()).add(name)
 

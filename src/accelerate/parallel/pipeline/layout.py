@@ -115,8 +115,9 @@ def distribute(model: nn.Module, present: Collection[int], channel: P2PChannel) 
             if shapes.get(name) != shapes_of_first.get(name)
         ]
         raise PrepareError(
-            f"this rank's model differs from rank 0's ({', '.join(different[:3]) or 'the order of its tensors'}): "
-            "build the same on all ranks, and share no layer with another model"
+            "this rank's model differs from rank 0's "
+            f"({', '.join(different[:3]) or 'the order of its tensors'}): build the same model on "
+            "all ranks, and do not share a layer with another model"
         )
     values: dict[int, torch.Tensor] = {}
     for tensor in named.values():
@@ -175,8 +176,8 @@ def fill_or_shard(
     left = materialize.where_meta(model)
     if left:
         raise PrepareError(
-            f"{left} is outside of the units that stages consist of and has no weights: build the model with "
-            "weights on rank 0"
+            f"{left} is outside the units that make up the stages and does not have weights: "
+            "build the model with weights on rank 0"
         )
 
 

@@ -109,7 +109,8 @@ class BatchSplitter:
         tensors = list(trees.leaves([*args, *divided]))
         if any(tensor.requires_grad for tensor in tensors):
             raise PrepareError(
-                "an input of the pipelined model requires grad: a pipeline returns no input gradients"
+                "an input of the pipelined model requires grad, but a pipeline does not return "
+                "input gradients"
             )
         batch = next((int(tensor.shape[0]) for tensor in tensors if tensor.dim()), None)
         if batch is None:
@@ -118,8 +119,9 @@ class BatchSplitter:
             )
         if first and batch < self.num_microbatches:
             raise PrepareError(
-                f"a batch of {batch} samples cannot be divided into num_microbatches={self.num_microbatches}: lower "
-                "it, or give each process larger batches"
+                f"a batch of {batch} samples cannot be divided into "
+                f"num_microbatches={self.num_microbatches}: lower it, or use larger batches on "
+                "each process"
             )
         count = min(self.num_microbatches, max(batch, 1))
         return MicroBatches(args, kwargs, batch, count, self.undivided)
@@ -186,8 +188,9 @@ def join(
             joined.append(first)
         else:
             origin = (
-                f"a tensor of shape {tuple(first.shape)} that a block returned for a micro-batch of {sizes[0]} "
-                "samples: what the blocks pass to the end of the model must have a dimension of samples"
+                f"a block returned a tensor of shape {tuple(first.shape)} for a micro-batch of "
+                f"{sizes[0]} samples: tensors that blocks pass to the end of the model must have "
+                "a sample dimension"
             )
             joined.append(RemoteTensor.of(first.shape, first.dtype, device, origin))
     return trees.replace_leaves(outputs[0], joined), tensors, leaves

@@ -192,8 +192,8 @@ class PipelinedModel(ShardedModel):
         other = [name for name in saved if name in shapes and saved[name][0] != shapes[name]]
         if other or (strict and (missing or unknown)):
             raise CheckpointError(
-                f"the state does not fit the model: missing {missing[:5]}; unknown {unknown[:5]}; of another shape "
-                f"{other[:5]}"
+                f"the state does not fit the model: missing {missing[:5]}; unknown {unknown[:5]}; "
+                f"with a different shape {other[:5]}"
             )
         targets = {}
         for name, value in self.inner.state_dict(keep_vars=True).items():
@@ -236,8 +236,9 @@ class PipelinedOptimizer(ShardedOptimizer):
         optimizer, stages = self.inner, self.model.stages
         if optimizer in stages.shared:
             raise CheckpointError(
-                f"{type(optimizer).__name__} steps parameters of {type(self.model.inner).__name__} and of another "
-                "pipelined model: its state cannot be collected from their stages. Make an optimizer for each model"
+                f"{type(optimizer).__name__} steps parameters of "
+                f"{type(self.model.inner).__name__} and of another pipelined model: its state "
+                "cannot be collected from their stages. Create an optimizer for each model"
             )
         return stages.groups[optimizer]
 

@@ -21,23 +21,25 @@ def check(model: nn.Module, options: PipelineParallelConfig) -> None:
     """Raise PrepareError for what a model or its options cannot have in a pipeline."""
     if is_compiled_module(model):
         raise PrepareError(
-            "torch.compile has wrapped the model before it was split into stages. Give prepare the plain model, and "
-            "the Accelerator dynamo_plugin=TorchDynamoPlugin(...)"
+            "torch.compile wrapped the model before it was split into stages. Pass the plain "
+            "model to prepare and dynamo_plugin=TorchDynamoPlugin(...) to Accelerator"
         )
     schedule = options.schedule_row
     if schedule.implementation is not None:
         if options.loss_reduction is None and options.num_items is None:
             raise PrepareError(
-                f"schedule={options.schedule!r} computes the backward of each micro-batch's loss and has to know how "
-                'these make that of the batch: give PipelineParallelConfig(loss_reduction="mean") (over samples) or '
-                '"sum", or num_items=f, a function of the model\'s inputs that returns the number of items (labels '
-                "that count) that the loss is a mean over. schedule='gpipe' takes any loss"
+                f"schedule={options.schedule!r} runs the backward pass of each micro-batch's loss and must know how "
+                "these losses combine into the loss of the batch: pass "
+                'PipelineParallelConfig(loss_reduction="mean") (over samples) or "sum", or num_items=f, a function '
+                "of the model's inputs that returns the number of items (labels that count) over which the loss is "
+                "a mean. schedule='gpipe' works with any loss"
             )
         if is_torch_version("<", schedule.minimum_torch):
             raise PrepareError(
-                f"schedule={options.schedule!r} needs a later torch than {torch.__version__}, whose schedule of that "
-                "name computes wrong gradients for some layers (docs/reference/pipeline_schedules.md): use "
-                "schedule='interleaved' or '1f1b'"
+                f"schedule={options.schedule!r} needs a torch version later than "
+                f"{torch.__version__}, whose schedule of this name computes wrong gradients for "
+                "some layers (docs/reference/pipeline_schedules.md): use schedule='interleaved' "
+                "or '1f1b'"
             )
     inputs = inspect.signature(model.forward).parameters
     takes_any = any(entry.kind is entry.VAR_KEYWORD for entry in inputs.values())

@@ -171,8 +171,9 @@ class Runner:
         are_leaves = all(parameter.is_leaf for parameter in parameters)
         if not are_leaves or any(map(_is_wrapped, trees.leaves((args, kwargs)))):
             raise PrepareError(
-                "the pipelined model was called inside torch.func (functional_call, vmap, ...), whose tensors and "
-                "parameters do not reach the stages of other ranks. Use DDP for such a model"
+                "the pipelined model was called inside torch.func (functional_call, vmap, ...), "
+                "whose tensors and parameters do not reach the stages of other ranks. Use DDP "
+                "for this model"
             )
         training = self.staged.model.training
         # The last batch of an epoch may have few samples, also where a resumed run begins with it.
@@ -218,8 +219,9 @@ class Runner:
                 try:
                     if message.digest != digest:
                         raise PrepareError(
-                            "this rank was given other inputs than the stage before it: all ranks of a pipeline read "
-                            "the same samples, as the loader that prepare returns gives them"
+                            "this rank got different inputs than the previous stage: all ranks "
+                            "of a pipeline must read the same samples, as the loader that "
+                            "prepare returns does"
                         )
                     outputs = self._add_shapes(number, batch, parts, received)
                 except Exception as raised:
@@ -375,9 +377,10 @@ class Runner:
                 specs = [TensorSpec.of(tensor) for tensor in tensors]
                 if specs != expected:
                     raise PrepareError(
-                        f"the output of {self.cut.units[segment.stop - 1]} was {expected} for an earlier batch of the "
-                        f"same inputs and is {specs} now: shapes must follow from those of the inputs, and parameters "
-                        "that are frozen or unfrozen during training need a new prepare"
+                        f"the output of {self.cut.units[segment.stop - 1]} was {expected} for an "
+                        f"earlier batch of the same inputs and is {specs} now: shapes must follow "
+                        "from those of the inputs, and after freezing or unfreezing parameters "
+                        "during training, call prepare again"
                     )
                 self.channel.send(tensors, self.ranks[number + 1])
 
@@ -450,8 +453,9 @@ class Runner:
             tensors = [tensor.detach().contiguous() for tensor in batch.returned]
             if [tuple(tensor.shape) for tensor in tensors] != [spec.shape for spec in specs]:
                 raise PrepareError(
-                    "the model's output has other shapes than for an earlier batch of the same inputs: a pipeline "
-                    "needs shapes that follow from those of the inputs"
+                    "the model's output has different shapes than for an earlier batch of the "
+                    "same inputs: a pipeline needs output shapes that follow from the input "
+                    "shapes"
                 )
         elif on_all_ranks:
             tensors = [spec.empty(self.channel.device) for spec in specs]
@@ -473,7 +477,8 @@ class Runner:
         loss = loss_of(output)
         if loss is None:
             raise PrepareError(
-                "gather_output=False returns the loss alone, and the model returns none: give labels"
+                "gather_output=False returns only the loss, but the model does not return one: "
+                "pass labels"
             )
         return trees.map_leaves(lambda tensor: tensor if tensor is loss else None, output)
 

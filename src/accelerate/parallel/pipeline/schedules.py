@@ -71,8 +71,9 @@ class ScheduledRunner(Runner):
         if inputs.batch_size % count:
             if not self._started:
                 raise PrepareError(
-                    f"a batch of {inputs.batch_size} samples is not divisible by num_microbatches={count}, which "
-                    f"schedule={self.options.schedule!r} needs: change either number, or use schedule='gpipe'"
+                    f"a batch of {inputs.batch_size} samples is not divisible by "
+                    f"num_microbatches={count}, as schedule={self.options.schedule!r} requires: "
+                    "change one of the numbers, or use schedule='gpipe'"
                 )
             return []
         self._started = True
@@ -132,8 +133,9 @@ class ScheduledRunner(Runner):
         specs, index, size = specs_in(shapes.output), shapes.loss_index, inputs.sizes[0]
         if index is None or not specs[index].requires_grad:
             raise PrepareError(
-                f"schedule={self.options.schedule!r} computes the backward of each micro-batch's loss, and the model "
-                "returns no loss in training: call it with labels, prepare it with a loss_fn, or use schedule='gpipe'"
+                f"schedule={self.options.schedule!r} runs the backward pass of each micro-batch's "
+                "loss, but the model does not return a loss in training: call it with labels, "
+                "prepare it with a loss_fn, or use schedule='gpipe'"
             )
         for number, spec in enumerate(specs):
             if number != index and spec.shape[:1] != (size,):
@@ -173,8 +175,9 @@ class ScheduledRunner(Runner):
         index = batch.shapes.loss_index
         if any(grad is not None for number, grad in enumerate(grads) if number != index):
             raise AccelerateError(
-                f"schedule={self.options.schedule!r} computes the gradient of the loss that the model returns, and "
-                "the loss of this loop uses other tensors of its output: use schedule='gpipe'"
+                f"schedule={self.options.schedule!r} computes the gradient of the loss that the "
+                "model returns, but the loss of this loop uses other tensors of its output: use "
+                "schedule='gpipe'"
             )
         assert index is not None and batch.seed is not None
         gradient = grads[index]

@@ -175,7 +175,8 @@ def last_units(model: nn.Module, units: Sequence[str], carried: Sequence[str]) -
                 last[name] = number
         if name not in last:
             raise PrepareError(
-                f"carried names {name}, which contains none of the units of {type(model).__name__}: {_listed(units)}"
+                f"carried names {name}, which does not contain any of the units of "
+                f"{type(model).__name__}: {_listed(units)}"
             )
     return last
 
@@ -228,7 +229,7 @@ def named_bounds(
     """
     if len(points) != stages - 1:
         raise PrepareError(
-            f"{len(points)} split_points make {len(points) + 1} stages; {stages} are requested"
+            f"{len(points)} split_points make {len(points) + 1} stages, but {stages} are requested"
         )
     bounds = [0]
     for point in points:
@@ -257,8 +258,9 @@ def _balanced_bounds(
 ) -> list[int]:
     if len(blocks) < stages:
         raise PrepareError(
-            f"{type(model).__name__} has {len(blocks)} blocks ({_listed([units[number].name for number in blocks])}) "
-            f"and {stages} stages are requested: lower pp_size or stages_per_rank, or name split_points"
+            f"{type(model).__name__} has {len(blocks)} blocks "
+            f"({_listed([units[number].name for number in blocks])}) but {stages} stages are "
+            "requested: lower pp_size or stages_per_rank, or set split_points"
         )
     # Units before the blocks belong to the first block, and units after a block to that block.
     begins = [0, *blocks[1:], len(units)]
@@ -295,7 +297,8 @@ def measure(
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type == "meta":
         raise PrepareError(
-            "balance='time' runs the model, which has no weights yet: use balance='parameters'"
+            "balance='time' runs the model, which does not have weights yet: use "
+            "balance='parameters'"
         )
     least = {unit.name: float("inf") for unit in units}
     seconds = dict.fromkeys(least, 0.0)
@@ -443,8 +446,9 @@ def cut_along(
         problem = order_conflict(cut, seen.calls)
         if problem:
             raise PrepareError(
-                f"{type(model).__name__} cannot be cut so: {problem}. A module that is called again later must be on "
-                "one stage with everything in between: name other `split_points`, or use fewer stages"
+                f"{type(model).__name__} cannot be split this way: {problem}. A module that is "
+                "called again later must be on the same stage as everything in between: choose "
+                "other `split_points`, or use fewer stages"
             )
         if options.carried is None:
             carried += [
@@ -454,9 +458,9 @@ def cut_along(
             ]
     if carried and options.schedule_row.splits_backward:
         raise PrepareError(
-            f"schedule={options.schedule!r} computes the gradients of inputs and of weights separately, which torch "
-            f"cannot do where several outputs pass between stages ({', '.join(carried)} in addition to the blocks): "
-            "use '1f1b' or 'interleaved'"
+            f"schedule={options.schedule!r} computes the gradients of inputs and weights "
+            "separately, which torch cannot do if several outputs pass between stages "
+            f"({', '.join(carried)} in addition to the blocks): use '1f1b' or 'interleaved'"
         )
     reads = frozenset() if seen is None else frozenset(seen.reads)
     return StagePlan(cut, last_units(model, cut.units, carried), reads)

@@ -186,9 +186,10 @@ class StagedModel:
                         continue
                     full_name = f"{self.units[number]}.{prefix}.{name}".replace("..", ".")
                     origin = (
-                        f"{full_name}, which only stage {self.cut.stage_of(number)} has. Give `example_inputs` "
-                        "(PipelineParallelConfig): prepare then finds parameters that are used outside of their "
-                        "module; or name `split_points` that do not separate them"
+                        f"{full_name}, which only stage {self.cut.stage_of(number)} has. Give "
+                        "`example_inputs` (PipelineParallelConfig): prepare then finds "
+                        "parameters that are used outside their module; or choose `split_points` "
+                        "that do not separate them"
                     )
                     remote = RemoteTensor.of(tensor.shape, tensor.dtype, self.device, origin)
                     delattr(module, name)
@@ -197,9 +198,10 @@ class StagedModel:
     def __deepcopy__(self, memo: object) -> StagedModel:
         """Refuse: the forward of the copy would run the stages of the original."""
         raise PrepareError(
-            "copy.deepcopy of a pipelined model, as for averaged weights (AveragedModel, EMA): the copy would compute "
-            "with the parameters of the original. Average copies of the parameters of each rank "
-            "({name: parameter.clone()}), or use FSDP2 or DDP, whose models can be copied"
+            "a pipelined model cannot be copied with copy.deepcopy, for example for averaged "
+            "weights (AveragedModel, EMA): the copy would compute with the parameters of the "
+            "original. Average copies of the parameters of each rank ({name: "
+            "parameter.clone()}), or use FSDP2 or DDP, whose models can be copied"
         )
 
     def watch(self) -> None:
@@ -289,7 +291,7 @@ class StagedModel:
         segment, name = self.segment, self.units[number]
         if segment is None:
             raise PrepareError(
-                f"{name} was called outside of the pipeline: call the model that prepare returned"
+                f"{name} was called outside the pipeline: call the model that prepare returned"
             )
         if number >= segment.stop:
             raise self._order_error(f"calls {name} before {self.units[segment.stop - 1]}")
@@ -304,9 +306,10 @@ class StagedModel:
         if call >= len(outputs):
             raise self._order_error(f"calls {name} more often than on its own stage")
         origin = (
-            f"the output of {name}, which only stage {self.cut.stage_of(number)} has. Name {name!r}, or the module "
-            "that returns it to other modules, in `carried` (PipelineParallelConfig): its output is then sent to all "
-            "later stages; or give `example_inputs`, and prepare finds such outputs"
+            f"the output of {name}, which only stage {self.cut.stage_of(number)} has. Name "
+            f"{name!r}, or the module that returns it to other modules, in `carried` "
+            "(PipelineParallelConfig): its output is then sent to all later stages; or pass "
+            "`example_inputs`, and prepare finds such outputs"
         )
         return trees.map_leaves(
             lambda spec: RemoteTensor.of(spec.shape, spec.dtype, self.device, origin),
@@ -316,9 +319,9 @@ class StagedModel:
 
     def _order_error(self, problem: str) -> PrepareError:
         return PrepareError(
-            f"The forward of {class_name(self.model)} {problem}: its modules compute in another order than it "
-            "was cut for. Give `example_inputs` (PipelineParallelConfig), from which prepare finds the order, or "
-            "`split_points`"
+            f"The forward of {class_name(self.model)} {problem}: its modules run in a different "
+            "order than the one it was split for. Set `example_inputs` (PipelineParallelConfig), "
+            "from which prepare finds the order, or `split_points`"
         )
 
     def _after_unit(self, number: int, unit: nn.Module, args: object, output: object) -> None:
@@ -329,10 +332,11 @@ class StagedModel:
         is_lost = segment.grad and not torch.is_grad_enabled()
         if is_lost and any(parameter.requires_grad for parameter in unit.parameters()):
             raise PrepareError(
-                f"{self.units[number]} is called with gradients disabled and has parameters to train, as inside an "
-                "autograd function, which a stage cannot leave in its middle: its gradient would be lost. Activation "
-                "checkpointing takes use_reentrant=False; layers with a backward of their own over several blocks "
-                "(reversible ones) cannot be cut"
+                f"{self.units[number]} has trainable parameters but is called with gradients "
+                "disabled, as inside an autograd function that spans several stages: its "
+                "gradient would be lost. Use use_reentrant=False for activation checkpointing; "
+                "layers with their own backward over several blocks (such as reversible layers) "
+                "cannot be split"
             )
         if segment.recorded is not None and first_remote(output) is None:
             described = describe(output, f"the output of {self.units[number]}")

@@ -112,7 +112,8 @@ class Report:
             return lines[name]
         names = list(reversed(lines)) or list(self.sections)
         raise KeyError(
-            f"the report has no line {name!r} in {section!r}; there are: {', '.join(names)}"
+            f"the report does not have a line {name!r} in {section!r}; the lines are: "
+            f"{', '.join(names)}"
         )
 
 
@@ -152,7 +153,7 @@ def explain(
             title = f"model {number}: {kind}"
         sections[title] = [*_modules(model), *_parameters(inner), *_dtypes(prepared)]
         sent = _volume(strategy, prepared, steps, sync_each_batch)
-        sections[f"messages of {title}, of this rank in an optimizer step"] = sent
+        sections[f"messages of {title}, for this rank in one optimizer step"] = sent
     if usage is None:
         windows = steps > 1 and not sync_each_batch
         used = {"this rank": memory_usage(models, optimizers, windows)}
@@ -230,7 +231,7 @@ def _marks(module: nn.Module, root: nn.Module) -> Iterable[str]:
     if is_compiled_module(module) or is_compiled_in_place(module):
         yield "compiled"
     if is_recomputed(module):
-        yield "recomputed in the backward"
+        yield "recomputed in the backward pass"
     if "Float8" in kind or type(module).__module__.startswith("transformer_engine"):
         yield f"fp8 ({kind})"
 
@@ -303,7 +304,7 @@ def _volume(
     if volumes is None:
         return [Row("not counted", f"{strategy.name} decides what it sends")]
     if not volumes:
-        return [Row("none", "this layout sends nothing for it")]
+        return [Row("none", "this layout does not send anything for it")]
 
     def amount(volume: CommunicationVolume) -> str:
         size = f"{size_of(times * volume.sent)}{volume.unit}"

@@ -105,9 +105,10 @@ class Region:
         _, before = _behind(before, is_sharded=False)
         if not between.isdisjoint(before):
             raise PrepareError(
-                f"{self.name} is split by rows, and what it reads in {self.module_name} depends on its input beside "
-                "the layers that are split by columns: gradients of that path would be of this rank's features only. "
-                f"Split what computes it too, or leave {self.name} and its columns out of the plan"
+                f"{self.name} is split by rows, but its input in {self.module_name} also depends "
+                "on the module's input along a path without layers that are split by columns: "
+                "the gradient of that path would cover only this rank's features. Also split the "
+                f"layers on that path, or remove {self.name} and its columns from the plan"
             )
         for leaf in leaves:
             if id(leaf) not in self.watched:
@@ -128,10 +129,11 @@ class Region:
             # The module is in another one with split layers, or ends in several of them.
             return
         error.add_note(
-            f"{self.module_name} ({class_name(module)}) has layers that are split over tp_size={self.mesh.size()} "
-            f"ranks, with {self.name} split by rows: between them a rank has 1/{self.mesh.size()} of the features. "
-            f"{', '.join(sorted(self.undecided)) or 'What else it computes there'} may need all of them. Leave the "
-            "layers of this module out of the plan"
+            f"{self.module_name} ({class_name(module)}) has layers that are split over "
+            f"tp_size={self.mesh.size()} ranks, with {self.name} split by rows: between them, a "
+            f"rank has 1/{self.mesh.size()} of the features. "
+            f"{', '.join(sorted(self.undecided)) or 'Other operations there'} may need all of "
+            "them. Remove the layers of this module from the plan"
         )
 
     def _close(self) -> None:

@@ -43,8 +43,8 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 }
 
 GIVE_A_PLAN = (
-    "Give a plan, as tp_handler=TorchTensorParallelConfig("
-    "plan={'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'})"
+    "Pass a plan, as in tp_handler=TorchTensorParallelConfig(plan={'blocks.*.up': 'colwise', "
+    "'blocks.*.down': 'rowwise'})"
 )
 
 # Usual names of the linear layers of attention and MLP blocks: (colwise, rowwise) of one parent.
@@ -81,9 +81,10 @@ def styles_of(
             styles = match_plan(model, models_plan, strict=False)
         if not styles:
             raise PrepareError(
-                f"no rule of the model's own tensor-parallel plan fits a module of {type(model).__name__}: its "
-                f"modules have other names, as where a library has wrapped the model or its layers. {GIVE_A_PLAN}. "
-                "For peft LoRA: base_layer and lora_B.default 'colwise' in a layer split by columns, base_layer "
+                "no rule of the model's own tensor-parallel plan fits a module of "
+                f"{type(model).__name__}: its modules have different names, for example because a "
+                f"library wrapped the model or its layers. {GIVE_A_PLAN}. For peft LoRA: "
+                "base_layer and lora_B.default 'colwise' in a layer split by columns, base_layer "
                 "and lora_A.default 'rowwise' in one split by rows"
             )
     else:
@@ -131,11 +132,13 @@ def _style(pattern: str, requested: str | ParallelStyle) -> ParallelStyle:
     if requested not in STYLES:
         if str(requested).startswith(("moe_", "ep_", "grouped_gemm")):
             raise PrepareError(
-                f"the tensor-parallel plan requests {requested!r} at {pattern}: layers of experts are not split. Give "
-                "a plan without them (each rank then has all experts), or shard the model with FSDP2 instead"
+                f"the tensor-parallel plan requests {requested!r} at {pattern}, but layers of "
+                "experts cannot be split. Use a plan without them (each rank then has all "
+                "experts), or shard the model with FSDP2 instead"
             )
         raise PrepareError(
-            f"the tensor-parallel plan requests {requested!r} at {pattern}, which is unknown; known are {list(STYLES)}"
+            f"the tensor-parallel plan requests {requested!r} at {pattern}, which is unknown: use "
+            f"one of {list(STYLES)}"
         )
     return STYLES[requested]()
 
@@ -166,15 +169,16 @@ def infer_plan(model: nn.Module, size: int) -> dict[str, str]:
         if isinstance(parent, nn.MultiheadAttention) or _FUSED & children.keys():
             what = next(iter(sorted(_FUSED & children.keys())), "in_proj_weight")
             raise PrepareError(
-                f"no tensor-parallel plan can be inferred for {name or type(parent).__name__}: {what} holds queries, "
-                "keys and values in one matrix. Give a plan, with a separate layer for each."
+                f"no tensor-parallel plan can be inferred for {name or type(parent).__name__}: "
+                f"{what} contains queries, keys and values in one matrix. Pass a plan, with a "
+                "separate layer for each."
             )
         plan.update(_plan_of_block(name, children))
     if not plan:
         raise PrepareError(
-            f"no tensor-parallel plan can be inferred for {type(model).__name__}: no module of it has linear layers "
-            "named like an attention or MLP block (q_proj, k_proj, v_proj, o_proj; up_proj, down_proj). "
-            f"{GIVE_A_PLAN}"
+            f"no tensor-parallel plan can be inferred for {type(model).__name__}: none of its "
+            "modules has linear layers named like an attention or MLP block (q_proj, k_proj, "
+            f"v_proj, o_proj; up_proj, down_proj). {GIVE_A_PLAN}"
         )
     embedding, head = vocabulary_ends(model, plan)
     if embedding is None or head is None:
@@ -207,8 +211,9 @@ def _plan_of_block(name: str, children: Mapping[str, nn.Module]) -> dict[str, st
         if unknown:
             likely = {re.sub(r"\b\d+\b", "*", key): word for key, word in plan.items()}
             raise PrepareError(
-                f"no tensor-parallel plan can be inferred for {name}: how {', '.join(unknown)} takes part in the "
-                "split is not known. If it computes before or after the split layers, and not between them, give "
+                f"no tensor-parallel plan can be inferred for {name}: how {', '.join(unknown)} "
+                "takes part in the split is unknown. If it runs before or after the split "
+                "layers, and not between them, pass "
                 f"tp_handler=TorchTensorParallelConfig(plan={likely})"
             )
         return plan
@@ -252,8 +257,9 @@ def split_loss(model: nn.Module, styles: Styles) -> ShardedLoss:
     name = names.get(head, likely)
     if name is None:
         raise PrepareError(
-            f"loss_parallel=True: which layer of {type(model).__name__} returns the logits is ambiguous (it should be "
-            "a linear layer of the embedding's shape, or get_output_embeddings())"
+            f"loss_parallel=True: which layer of {type(model).__name__} returns the logits is "
+            "ambiguous (it should be a linear layer with the embedding's shape, or "
+            "get_output_embeddings())"
         )
     loss = ShardedLoss()
     weight = model.get_submodule(name).weight
@@ -286,16 +292,17 @@ def along_sequence(model: nn.Module, styles: Styles) -> Styles:
     outside = [name for name in rows if not name.startswith(inside)]
     if outside or not lists:
         raise PrepareError(
-            f"sequence_parallel=True: {', '.join(outside[:3]) or type(model).__name__} is in no list of blocks (a "
-            "ModuleList whose entries are all split), so where to shard the sequence is not known. Give a "
-            "plan with the words sequence_split, sequence_parallel, rowwise_sequence and sequence_gather."
+            f"sequence_parallel=True: {', '.join(outside[:3]) or type(model).__name__} is in no "
+            "list of blocks (a ModuleList whose entries are all split), so where to shard the "
+            "sequence is unknown. Pass a plan with the words sequence_split, sequence_parallel, "
+            "rowwise_sequence and sequence_gather."
         )
     found = dict(styles)
     for name in rows:
         style = styles[name]
         if not isinstance(style, kinds.Rowwise):
             raise PrepareError(
-                f"sequence_parallel=True: give 'rowwise' at {name} instead of a ParallelStyle object"
+                f"sequence_parallel=True: use 'rowwise' at {name} instead of a ParallelStyle object"
             )
         found[name] = kinds.Rowwise(style.full_input, along_sequence=True)
     for name in lists:
@@ -340,8 +347,9 @@ def _norms(blocks: str, modules: dict[str, nn.Module], styles: Styles, width: in
             continue
         if not _is_norm(module, width):
             raise PrepareError(
-                f"sequence_parallel=True: {name} ({type(module).__name__}) is neither split nor a norm of the "
-                f"{width} features of the stream, so how it works on a shard of the sequence is not known"
+                f"sequence_parallel=True: {name} ({type(module).__name__}) is neither split nor a "
+                f"norm of the {width} features of the stream, so how it works on a shard of the "
+                "sequence is unknown"
             )
         found.append(name)
     return found

@@ -99,8 +99,9 @@ def _transformer_engine(split: Split) -> Iterator[str]:
     for name, module in split.modules.items():
         if type(module).__module__.startswith("transformer_engine"):
             yield (
-                f"tp_size={split.size}: {name} is a layer of Transformer Engine, which cannot be split. Compute in "
-                "fp8 with torchao (AORecipeKwargs), whose layers can, or leave tp_size at 1"
+                f"tp_size={split.size}: {name} is a Transformer Engine layer, which cannot be "
+                "split. Compute in fp8 with torchao (AORecipeKwargs), whose layers can be split, "
+                "or keep tp_size=1"
             )
 
 
@@ -109,19 +110,19 @@ def _other_weights(split: Split) -> Iterator[str]:
         splits = f"the tensor-parallel plan splits {name},"
         if not isinstance(module, nn.Linear | nn.Embedding):
             kind = type(module).__name__
-            yield f"{splits} a {kind}: only linear layers and embeddings are"
+            yield f"{splits} a {kind}: only linear layers and embeddings can be split"
         elif is_quantized_layer(module):
             yield (
-                f"{splits} whose weight is quantized ({type(module.weight).__name__}). Leave tp_size at 1; FSDP2 "
-                "shards the 4-bit layers of bitsandbytes"
+                f"{splits} whose weight is quantized ({type(module.weight).__name__}). Keep "
+                "tp_size=1; FSDP2 can shard 4-bit bitsandbytes layers"
             )
         elif "weight" not in direct_parameters(module) or parametrize.is_parametrized(module):
             yield (
-                f"{splits} whose weight is computed in each forward (parametrization, weight norm or pruning): give "
-                "a plan without it"
+                f"{splits} whose weight is computed in each forward pass (parametrization, weight "
+                "norm or pruning): use a plan without it"
             )
         elif isinstance(module.weight, DTensor):
-            yield f"{splits} which is a DTensor already"
+            yield f"{splits} which is already a DTensor"
         elif isinstance(module, nn.Embedding) and module.max_norm is not None and not by_columns:
             yield f"{splits} an embedding whose max_norm changes rows as they are read"
 
@@ -140,7 +141,10 @@ def _undivided(split: Split) -> Iterator[str]:
 def _split_heads(split: Split) -> Iterator[str]:
     for name, _, key, count in split.heads():
         if count % split.size:
-            yield f"tp_size={split.size} does not divide {key}={count} of {name}: a head is never split"
+            yield (
+                f"tp_size={split.size} does not divide {key}={count} of {name}: heads cannot be "
+                "split"
+            )
     # A module that has a size of heads, but no number.
     sizes = {name: getattr(module, "head_dim", None) for name, module in split.attentions()}
     for name, module, by_columns in split.layers():
@@ -148,7 +152,10 @@ def _split_heads(split: Split) -> Iterator[str]:
         if by_columns and isinstance(module, nn.Linear) and type(head) is int and head > 0:
             heads, remainder = divmod(module.out_features, head)
             if not remainder and heads % split.size:
-                yield f"tp_size={split.size} does not divide the {heads} heads of {name}: a head is never split"
+                yield (
+                    f"tp_size={split.size} does not divide the {heads} heads of {name}: heads "
+                    "cannot be split"
+                )
 
 
 def check_plain(model: nn.Module) -> None:
@@ -158,8 +165,9 @@ def check_plain(model: nn.Module) -> None:
     )
     if compiled:
         raise PrepareError(
-            f"{compiled}: torch.compile has wrapped the model, or layers of it, before they were split over tp. "
-            "Give prepare the plain model, and the Accelerator dynamo_plugin=TorchDynamoPlugin(...)"
+            f"{compiled}: torch.compile wrapped the model, or some of its layers, before they "
+            "were split over tp. Pass the plain model to prepare and "
+            "dynamo_plugin=TorchDynamoPlugin(...) to Accelerator"
         )
 
 

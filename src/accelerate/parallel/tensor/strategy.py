@@ -157,8 +157,9 @@ def _retie(places: ParameterPlaces) -> None:
                 sorted({f"{type(module).__name__}.{name}" for module, name in owners})
             )
             raise PrepareError(
-                f"the tensor-parallel plan splits a tied parameter ({names}) in two ways. Give both ends one layout "
-                "(embedding_rowwise and colwise_gather_output), or neither."
+                f"the tensor-parallel plan splits a tied parameter ({names}) in two ways. Use the "
+                "same layout at both ends (embedding_rowwise and colwise_gather_output), or "
+                "split neither."
             )
         for module, name in owners:
             setattr(module, name, parameters[0])

@@ -111,8 +111,8 @@ class SequenceNorm(NormStyle):
         """Raise PrepareError for an input that is not sharded along the sequence."""
         if self.along_sequence and not isinstance(tensor, DTensor):
             raise PrepareError(
-                f"{type(module).__name__} is to compute along the sequence, but its input is not sharded: it is not "
-                "in the residual stream. Give a plan without it."
+                f"{type(module).__name__} should compute along the sequence, but its input is not "
+                "sharded: it is not in the residual stream. Use a plan without it."
             )
 
     def change_output(self, output: object) -> object:

@@ -157,7 +157,7 @@ def _shared_folder(accelerator: Accelerator) -> str:
     found = accelerator.gather(torch.tensor([os.path.isdir(folder)], device=accelerator.device))
     expect(
         bool(found.all()),
-        f"{folder} is not on every machine: set TMPDIR to a folder that all of them share",
+        f"{folder} is not on every machine: set TMPDIR to a folder that they all share",
     )
     return folder
 
@@ -210,7 +210,8 @@ def main() -> int:
         )
         accelerator.free_memory()
     accelerator.print(
-        f"This installation works with {where}: communication, training and checkpoints are right."
+        f"This installation works with {where}: communication, training and checkpoints are "
+        "correct."
         if not failed
         else f"{failed} of {len(CHECKS)} checks failed with {where}: see the lines marked FAILED."
     )
