@@ -376,11 +376,19 @@ def _sentence(value: object) -> str:
     return re.split(r"(?<=[a-z`)]\.) (?=[A-Z`])", paragraph)[0]
 
 
-def _summary(path: str, values: dict[str, Any], in_order: bool = False) -> str:
-    """A table of the functions, methods and classes below `path`: each with a link and a sentence."""
-    names = list(values) if in_order else sorted(values, key=_classes_first)
-    rows = [(f"{{py:obj}}`{name} <{path}.{name}>`", _sentence(values[name])) for name in names]
+def _summary(path: str, values: dict[str, Any]) -> str:
+    """A table of the members of `path`: each with a link and a sentence."""
+    rows = [
+        (f"{{py:obj}}`{name} <{path}.{name}>`", _sentence(value)) for name, value in values.items()
+    ]
     return table(("name", "description"), rows)
+
+
+def _links(path: str, names: Iterable[str]) -> str:
+    """Links to the functions and classes below `path`, in a line."""
+    return ", ".join(
+        f"{{py:obj}}`{name} <{path}.{name}>`" for name in sorted(names, key=_classes_first)
+    )
 
 
 def _members(kind: type) -> dict[str, Any]:
@@ -397,11 +405,11 @@ def _members(kind: type) -> dict[str, Any]:
 
 
 class Pages:
-    """The pages of the API, and for each the summary of the names that it documents."""
+    """The pages of the API, and for each the links to the names that it documents."""
 
     def __init__(self) -> None:
         self.documented: set[int] = set()
-        self.summaries: dict[str, str] = {}
+        self.links: dict[str, str] = {}
 
     def page(
         self, file: str, title: str, intro: str, module: str, names: Iterable[str]
@@ -419,7 +427,6 @@ class Pages:
             if name not in constants and id(value) not in self.documented:
                 self.documented.add(id(value))
                 new[name] = value
-        self.summaries[file] = _summary(module, new) if new else ""
         text = [
             f"# {title}\n",
             intro,
@@ -432,16 +439,16 @@ class Pages:
                     ((code(name), code(_short(value))) for name, value in constants.items()),
                 )
             )
-        if again := objects.keys() - new.keys() - constants.keys():
-            text.append(
-                "Also here, and documented above: " + ", ".join(map(code, sorted(again))) + ".\n"
-            )
+        elsewhere = sorted(objects.keys() - new.keys() - constants.keys())
+        if elsewhere:
+            text.append(f"Documented on another page: {', '.join(map(code, elsewhere))}.\n")
+        self.links[file] = _links(module, new) or ", ".join(map(code, elsewhere))
         return f"{file}.md", "\n".join(text)
 
     def contents(self, files: dict[str, str]) -> str:
-        """The table of contents of pages with these titles: the names on each, with a sentence."""
+        """The table of contents of pages with these titles: the names on each, whose sentences are there."""
         text = [
-            f"## [{title}]({file}.md)\n\n{self.summaries.get(file, '')}"
+            f"## [{title}]({file}.md)\n\n{self.links.get(file, '')}\n"
             for file, title in files.items()
         ]
         return "\n".join([*text, "```{toctree}", ":hidden:", "", *files, "```", ""])
@@ -480,7 +487,7 @@ def accelerator_page(pages: Pages) -> tuple[str, str]:
     """The constructor of `Accelerator`, then its members by task."""
     path = "accelerate.Accelerator"
     pages.documented.add(id(accelerate.Accelerator))
-    pages.summaries["accelerator"] = _summary("accelerate", {"Accelerator": accelerate.Accelerator})
+    pages.links["accelerator"] = _links("accelerate", ["Accelerator"])
     text = [
         "# Accelerator\n",
         "The object that a script creates first, and whose methods it calls in the training loop "
@@ -488,7 +495,7 @@ def accelerator_page(pages: Pages) -> tuple[str, str]:
         f"```{{eval-rst}}\n.. autoclass:: {path}\n```\n",
     ]
     for task, members in accelerator_sections().items():
-        text += [f"## {task}\n", _summary(path, members, in_order=True), "```{eval-rst}"]
+        text += [f"## {task}\n", _summary(path, members), "```{eval-rst}"]
         for name, value in members.items():
             kind = "automethod" if callable(value) or isinstance(value, staticmethod) else None
             text.append(f".. {kind or 'autoattribute'}:: {path}.{name}\n")
