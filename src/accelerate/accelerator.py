@@ -121,15 +121,15 @@ class Accelerator(RunInterface):
         device_placement: whether `prepare` moves models, and loaders move batches, to this process's device.
         split_batches: whether the loader's batch size is that of all processes together. Sets the field of
             `dataloader_config`.
-        mixed_precision: "no", "fp16", "bf16" or "fp8". By default the launcher's setting, else "no".
+        mixed_precision: "no", "fp16", "bf16" or "fp8". Defaults to the launcher's setting, otherwise "no".
         gradient_accumulation_steps: the number of batches for each optimizer step.
         cpu: use the CPU even if an accelerator is available.
         dataloader_config: how batches are distributed over the processes.
         deepspeed_plugin: train with DeepSpeed. A dict of plugins by name allows several; the first one is selected.
         fsdp_plugin: shard models with FSDP.
-        torch_tp_plugin: train with tensor parallelism. `parallelism_config` covers the same.
+        torch_tp_plugin: train with tensor parallelism, like `parallelism_config`.
         megatron_lm_plugin: options of Megatron-LM.
-        rng_types: the random number generators that are synchronized over the processes at the start of each epoch.
+        rng_types: the random number generators to synchronize across processes at the start of each epoch.
         log_with: the trackers: names, `LoggerType` members, tracker objects, or "all".
         project_dir: the folder for logs and checkpoints. Checkpoints alone can be in a bucket: "s3://bucket/run".
         project_config: the folders of the project and the naming of checkpoints.
@@ -143,22 +143,23 @@ class Accelerator(RunInterface):
         deepspeed_plugins: another name for `deepspeed_plugin`.
         parallelism_config: the sizes of the dimensions of the device mesh.
         exact: each sample counts once in every epoch, even if the dataset does not divide evenly, so that parameters
-            follow the single-process loop with the same global batch. By default ACCELERATE_EXACT, else False.
+            follow the single-process loop with the same global batch. Defaults to ACCELERATE_EXACT, otherwise False.
         strategy: the name of a layout that another package registered, or a callable
-            `(device, precision) -> Strategy`. By default ACCELERATE_STRATEGY, else the other arguments decide.
+            `(device, precision) -> Strategy`. Defaults to ACCELERATE_STRATEGY; otherwise the other arguments decide.
         transforms: objects with `apply(model)`, or names that packages registered. Each is applied to every model
             that is prepared for training, after the layout (before it, if the object has `before_layout = True`).
             By default ACCELERATE_TRANSFORMS, names separated by commas.
         resume: "auto" resumes from the project's newest checkpoint at the first pass over a loader; see `resume`.
             `accelerate launch --resume` sets it, and the project's folder.
         telemetry: record each step of each process: True, or the folder of the run. True takes the `logging_dir` or
-            `project_dir` of the project, else `runs/<script>-<time>`. By default ACCELERATE_TELEMETRY, else False.
+            `project_dir` of the project, otherwise `runs/<script>-<time>`. Defaults to ACCELERATE_TELEMETRY,
+            otherwise False.
         non_finite: what happens before an optimizer step whose loss or gradients are not finite on any process.
-            "skip" skips the step on all processes, and that of the scheduler; "raise" raises NonFiniteError on all of
-            them; "ignore" does not check. By default ACCELERATE_NON_FINITE, else "ignore".
+            "skip" skips the optimizer and scheduler step on all processes; "raise" raises NonFiniteError on all of
+            them; "ignore" does not check. Defaults to ACCELERATE_NON_FINITE, otherwise "ignore".
         non_finite_limit: with "skip", this many skipped steps in a row raise NonFiniteError.
-        precision_policy: {pattern of module names: dtype} of modules that do not compute in `mixed_precision`, as
-            {"*norm*": torch.float32}. The first pattern that matches a name counts.
+        precision_policy: {pattern of module names: dtype} of modules that do not compute in `mixed_precision`,
+            such as {"*norm*": torch.float32}. The first pattern that matches a name applies.
         fp16: an older spelling of `mixed_precision="fp16"`.
 
     Raises:

@@ -120,7 +120,7 @@ def cpu_offload(
     Args:
         model: the model, changed in place.
         execution_device: the device on which modules compute. Default: that of the first parameter.
-        offload_buffers: offload buffers too. Otherwise they stay on the execution device.
+        offload_buffers: also offload buffers. Otherwise they stay on the execution device.
         state_dict: the weights on the CPU. Default: those of the model.
         preload_module_classes: names of classes whose weights, with those of all submodules, are loaded at the start
             of their forward. For modules that use weights of a submodule without calling it.
@@ -153,9 +153,9 @@ def disk_offload(
 
     Args:
         model: the model, changed in place.
-        offload_dir: folder of the weights. If it has an index of offloaded weights already, they are used as they are.
+        offload_dir: folder of the weights. If it already has an index of offloaded weights, these are used.
         execution_device: the device on which modules compute. Default: that of the first parameter.
-        offload_buffers: offload buffers too. Otherwise they stay on the execution device.
+        offload_buffers: also offload buffers. Otherwise they stay on the execution device.
         preload_module_classes: names of classes whose weights, with those of all submodules, are loaded at the start
             of their forward. For modules that use weights of a submodule without calling it.
 
@@ -223,7 +223,7 @@ def cpu_offload_with_hook(
     """Keep `model` on the CPU until its forward pass. It then stays on `execution_device` until `offload()` is called.
 
     Returns the model and a handle with `offload()` and `remove()`. Models that run one after the other form a chain:
-    each gets the handle of the one before as `prev_module_hook`, and sends that away when its own turn comes.
+    each gets the handle of the previous model as `prev_module_hook`, and offloads that model before it runs.
 
     Example:
         first, first_hook = cpu_offload_with_hook(first, device)
@@ -252,21 +252,21 @@ def dispatch_model(
         model: the model, changed in place.
         device_map: name of a module -> device, "cpu" or "disk". It must cover every tensor.
         main_device: where modules on the disk run, and modules on the CPU if the map has an accelerator. Default: the
-            first accelerator of the map, else the CPU.
+            first accelerator in the map, or the CPU.
         state_dict: the weights that stay on the CPU. Default: those of the model.
         offload_dir: folder of the weights on the disk. Weights that it does not have are written to it.
         offload_index: files with the weights on the disk, instead of a folder.
-        offload_buffers: offload buffers too.
+        offload_buffers: also offload buffers.
         skip_keys: names of keyword arguments of the forward that are not moved between devices.
         preload_module_classes: names of classes whose weights, with those of all submodules, are loaded at the start
             of their forward. For modules that use weights of a submodule without calling it.
-        force_hooks: add the hooks also for a single device. Otherwise the model is only moved there.
+        force_hooks: add hooks even for a single device. Otherwise the model is only moved there.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: a tensor has no device, or there are weights on the disk without a folder.
+        ValueError: a tensor does not have a device, or there are weights on the disk without a folder.
 
     Example:
         model = dispatch_model(model, infer_auto_device_map(model, max_memory={0: "10GiB", "cpu": "30GiB"}))
@@ -321,8 +321,8 @@ def load_checkpoint_and_dispatch(
         offload_folder: folder for the weights on the disk.
         offload_buffers: as for `dispatch_model`.
         dtype: dtype to which the weights are cast.
-        offload_state_dict: keep weights of the CPU in files while others are loaded. Off by default, since one tensor
-            is read at a time.
+        offload_state_dict: keep weights for the CPU in files while others are loaded. Off by default, because one
+            tensor is read at a time.
         skip_keys: as for `dispatch_model`.
         preload_module_classes: as for `dispatch_model`.
         force_hooks: as for `dispatch_model`.

@@ -51,9 +51,9 @@ _accelerate_added_attributes = list(MOVES)
 class CpuOffload(ModelHook):
     """Keeps a model on the CPU until its forward pass, and then on `execution_device` until it is offloaded.
 
-    It leaves by the `offload` of its UserCpuOffloadHook, or when the next model of a chain comes: `prev_module_hook`
-    is that of the model before this one, which goes as this one is brought. The default device is the accelerator in
-    use, or the CPU.
+    It is offloaded by the `offload` of its UserCpuOffloadHook, or when the next model of a chain runs:
+    `prev_module_hook` is the hook of the previous model, which is offloaded before this one is moved. The default
+    device is the accelerator in use, or the CPU.
     """
 
     def __init__(

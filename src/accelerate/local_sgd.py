@@ -20,7 +20,7 @@ class LocalSGD:
         accelerator: the accelerator that prepared the model.
         model: the prepared model.
         local_sgd_steps: calls of `step` between two averages. In an accumulation window each batch makes one.
-        enabled: False makes the context do nothing.
+        enabled: False turns the context off.
 
     Raises:
         ValueError: `local_sgd_steps` is less than 1.

@@ -40,7 +40,7 @@ def _handlers(logger: logging.Logger | None) -> Iterator[logging.Handler]:
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     """A logger adapter whose calls take `main_process_only` (default True) and `in_order` (default False).
 
-    With `in_order` every process logs, one after the other, so all of them must make the call.
+    With `in_order`, the processes log one after the other, so all of them must make the call.
 
     Attributes:
         has_level (bool): the level was requested, so records of that level are shown also where no handler accepts
@@ -162,8 +162,8 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
     Args:
         name: usually `__name__`.
-        log_level: the name of a level. By default the variable ACCELERATE_LOG_LEVEL, else the level is not changed.
-            With a level, what the logger logs is shown on stderr if no handler of the script accepts that level.
+        log_level: the name of a level. Defaults to the variable ACCELERATE_LOG_LEVEL; otherwise the level is
+            unchanged. With a level, records are shown on stderr if no handler of the script accepts that level.
 
     Returns:
         An adapter whose calls take `main_process_only` and `in_order`.

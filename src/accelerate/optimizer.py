@@ -20,13 +20,13 @@ from .torch_internals.grad_scaler import SCALER_CHECKS, has_overflowed
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """A prepared optimizer. In an accumulation window it keeps gradients, and steps at the end.
 
-    `Accelerator.prepare` makes it. Every other attribute is that of the wrapped optimizer.
+    `Accelerator.prepare` creates it. Every other attribute is that of the wrapped optimizer.
 
     Args:
         optimizer: the wrapped optimizer.
         device_placement: move its state to the devices of the parameters.
         scaler: the gradient scaler of fp16 training.
-        average_loss: averages a closure's loss over the processes, for optimizers that decide by it.
+        average_loss: averages a closure's loss over the processes, for optimizers that use it.
 
     Example:
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))

@@ -44,13 +44,15 @@ def _enabled(name: str) -> Any:
 class ParallelismConfig:
     """Sizes of the dimensions of parallelism; their product is the number of processes.
 
-    A size that is None takes PARALLELISM_CONFIG_<NAME>_SIZE, else 1. Ranks that differ in dp_replicate or dp_shard
-    read different samples; ranks that differ in tp, cp, sp or pp only read the same ones.
+    A size that is None takes PARALLELISM_CONFIG_<NAME>_SIZE, or 1. Ranks that differ in dp_replicate or dp_shard read
+    different samples; ranks that differ only in tp, cp, sp or pp read the same samples.
 
     Fields:
-        dp_replicate_size: copies of the model. dp_shard_size: ranks a copy is sharded over.
-        tp_size: ranks a matrix is split over. cp_size, sp_size: ranks a sequence is split over (ring, all-to-all).
-        pp_size: ranks the layers are split over.
+        dp_replicate_size: number of replicas of the model. dp_shard_size: number of ranks over which a replica is
+            sharded.
+        tp_size: number of ranks over which a matrix is split. cp_size, sp_size: number of ranks over which a sequence
+            is split (ring, all-to-all).
+        pp_size: number of ranks over which the layers are split.
         tp_handler, cp_handler, sp_handler, pp_handler: options, with defaults where the dimension is in use.
 
     Raises ConfigurationError (a ValueError) for sizes that cannot be combined.

@@ -21,14 +21,14 @@ _WITH_END = (lr_scheduler.OneCycleLR, lr_scheduler.CosineAnnealingLR, lr_schedul
 
 
 class AcceleratedScheduler:
-    """A prepared learning-rate scheduler.
+    """A prepared learning rate scheduler.
 
     A schedule is written for the steps of one process. With N processes that each read a batch, one step covers N
     times the samples, so the schedule steps N times. With `split_batches` it steps once. Processes that read the same
     samples (tensor, context and pipeline parallelism) count as one. A call with a value (the metric of
     `ReduceLROnPlateau`, an epoch) is one step on any number of processes.
 
-    `Accelerator.prepare` makes it. Every other attribute is that of the wrapped scheduler.
+    `Accelerator.prepare` creates it. Every other attribute is that of the wrapped scheduler.
 
     Attributes:
         steps_per_call: steps of the schedule in a call without a value.

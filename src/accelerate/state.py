@@ -253,11 +253,11 @@ _wait_for_first = functools.partial(_barrier, "main_process_first")
 
 
 class PartialState(ProcessView):
-    """The processes of the run: number, index and device of this one. All instances share one state.
+    """The processes of the run: their number, and the rank and device of this process. All instances share one state.
 
     Args:
-        cpu: use the CPU also where an accelerator is present.
-        backend, init_method, timeout: handed to `torch.distributed.init_process_group`.
+        cpu: use the CPU even if an accelerator is available.
+        backend, init_method, timeout: passed to `torch.distributed.init_process_group`.
 
     Attributes: `device`, `process_index`, `num_processes`, `local_process_index`, `distributed_type`, `backend`,
     `debug`, `fork_launched`.

@@ -54,7 +54,7 @@ def export(
     Args:
         model: a prepared model, under DDP, FSDP2 or tensor parallelism, or any other.
         folder: the folder, which is created.
-        merge_adapters: add the active adapters of a peft model to its base, and write that.
+        merge_adapters: merge the active adapters of a peft model into its base, and write the result.
         max_shard_size: the largest size of a file, in bytes or as text such as "5GB".
 
     Raises:

@@ -85,7 +85,7 @@ class Manifest:
         world_size: the processes of the run that saved it.
         progress: the position of the run (step, epoch, iteration, ...).
         ranks: whose states it has: "all", or "rank 0 only".
-        certificate: the sha256 of the certificate of the run (`accelerate certify`), if it was given one.
+        certificate: the sha256 of the run's certificate (`accelerate certify`), if it has one.
         token: in a bucket, the folder of the files, which no other save has.
     """
 
@@ -294,7 +294,7 @@ def check_files(io: BlockIO, folder: Path, manifest: Manifest, names: Iterable[s
 def verify(folder: str | Path) -> Manifest:
     """Read all files of a checkpoint and compare them with its manifest, which is returned.
 
-    Raises CorruptCheckpoint with the name of each file that is missing, cut short or changed.
+    Raises CorruptCheckpoint with the name of each file that is missing, truncated or changed.
 
     Example:
         manifest = verify("run/checkpoints/checkpoint_3")
@@ -507,9 +507,9 @@ def newest_valid(directory: str | Path) -> Path | None:
 def rotate(directory: str | Path, total_limit: int | None) -> list[Path]:
     """Remove the oldest checkpoints beyond `total_limit` and return them; the newest valid one is never removed.
 
-    Each is renamed before its files go, so that a kill in between leaves no half checkpoint under its name. In a
-    bucket its manifest goes first, other objects than those of saves stay, and what unfinished saves have left goes
-    after a day.
+    Each is renamed before its files are removed, so that a kill in between does not leave half a checkpoint
+    under its name. In a bucket, the manifest is removed first, objects that are not from saves stay, and leftovers of
+    unfinished saves are removed after a day.
     """
     removed: list[Path] = []
     if total_limit is None:

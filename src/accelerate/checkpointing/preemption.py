@@ -23,18 +23,18 @@ _LEAST = 1.0
 
 
 class PreemptionWatch:
-    """Records signals. All ranks learn at the same step that one of them has received one.
+    """Records signals. All ranks learn at the same step that one of them received a signal.
 
     Call `requested` after each optimizer step on every rank. The ranks exchange what they received every few steps
     (one small message through the store, about 0.2 ms), so a signal takes effect at most `interval` steps later.
-    `close` restores the former signal handlers, which are not called while the watch is on.
+    `close` restores the previous signal handlers, which are not called while the watch is active.
 
     Args:
         process: who this process is.
         signals: the names of the signals.
-        interval: the largest number of steps between two exchanges.
-        exchange: that of the run, if there is one.
-        on_signal: called in the main thread when a signal has come, and again when the other ranks know of it.
+        interval: the maximum number of steps between two exchanges.
+        exchange: the exchange of the run, if there is one.
+        on_signal: called in the main thread when a signal arrives, and again when the other ranks know of it.
 
     Example:
         watch = PreemptionWatch(state)

@@ -191,7 +191,7 @@ def save_run(
     and the writer's next call raises its error. Without one, the checkpoint is on disk when this returns.
 
     The ranks exchange values twice: when each has collected its states, and when each has written its files. The last
-    rank that comes to the second exchange commits. Where collecting uses collectives, they also meet before it.
+    rank that reaches the second exchange commits. Where collecting uses collectives, they also meet before it.
 
     Raises CheckpointError on every rank when one of them fails, or does not call within `options.timeout`
     seconds. The run is unchanged then, and so is an earlier checkpoint in `folder`.

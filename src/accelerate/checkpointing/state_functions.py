@@ -41,11 +41,12 @@ def save_accelerator_state(
 ) -> Path:
     """Save states into a folder, as the files that `Accelerator.save_state(layout="compat")` writes.
 
-    Every process calls it. Each writes the states of its random number generators, the main one also the rest. They
-    are written into the folder itself, without checksums: a process that is killed leaves it incomplete.
+    Every process calls it. Each process writes the states of its random number generators, and the main process
+    also everything else. The files are written into the folder itself, without checksums: a killed process leaves it
+    incomplete.
 
     Args:
-        output_dir: the folder, which is made where there is none.
+        output_dir: the folder, which is created if it does not exist.
         model_states: the `state_dict()` of each model, unsharded.
         optimizers: unsharded ones, prepared or not.
         schedulers: prepared or not.
@@ -54,7 +55,7 @@ def save_accelerator_state(
         step: the step in the accumulation window.
         scaler: a gradient scaler.
         save_on_each_node: the main process of each machine writes, for folders that are not shared.
-        safe_serialization: weights are safetensors files, else torch.save writes them.
+        safe_serialization: write weights as safetensors files; otherwise torch.save writes them.
 
     Returns:
         The folder.
@@ -103,7 +104,7 @@ def load_accelerator_state(
         dataloaders: likewise.
         process_index: the rank of this process.
         scaler: a gradient scaler.
-        map_location: accepted for compatibility: states are copied to where the objects have theirs.
+        map_location: accepted for compatibility: states are copied to the devices of the objects.
         load_kwargs: arguments of `torch.load`: `weights_only=False` trusts pickles with any content.
         load_model_func_kwargs: `strict=False` loads what fits.
 

@@ -67,8 +67,8 @@ def save_model(
 ) -> None:
     """Write a model's full state into a folder: `model.safetensors`, or numbered shards and their index.
 
-    Every rank may call it; the main process (of each machine, with `save_on_each_node`) writes. Of tied weights one is
-    stored. Shards of an earlier save in the folder are removed. Without `safe_serialization`, torch.save writes.
+    Every rank may call it; the main process (of each machine, with `save_on_each_node`) writes. Tied weights are
+    stored once. Shards of an earlier save in the folder are removed. Without `safe_serialization`, torch.save writes.
     Raises ValueError when `save_directory` is a file, WeightFileError naming the entry that cannot be stored, OSError
     naming the file or folder that cannot be written. If given, `write(content, path, safe_serialization=...)`
     writes each file.

@@ -36,10 +36,10 @@ class _Job:
 
 
 class Writer:
-    """Writes one save at a time in a background thread. Hand it to `save_run`; keep it for the next save.
+    """Writes one save at a time in a background thread. Pass it to `save_run`, and keep it for the next save.
 
-    `wait` returns when nothing is being written; it raises the error of the save that was. `save_run` calls it first,
-    so an error surfaces at the next save; call it at the end of a run. At exit what is being written is finished.
+    `wait` returns when the current save is written, and raises its error. `save_run` calls it first, so an error
+    appears at the next save; call it at the end of a run. A save that is still being written is finished at exit.
 
     Example:
         writer = Writer()

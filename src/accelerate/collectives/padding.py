@@ -29,7 +29,7 @@ def pad_across_processes(
 ) -> Any:
     """Pad nested tensors along a dimension to the largest size of any rank, so that they can be gathered.
 
-    A tensor without that dimension is not changed, nor is a ragged one (`torch.nested`), for which there is a warning.
+    A tensor without that dimension is unchanged. A ragged tensor (`torch.nested`) is also unchanged, with a warning.
 
     Args:
         tensor: a tensor, or nested lists, tuples and mappings of tensors.

@@ -331,7 +331,7 @@ def gather_tensor_shape(tensor: Tensor | None) -> tuple[Tensor, int]:
 
     Raises:
         ValueError: on every rank, if not exactly one rank passed a tensor.
-        KeyError: its dtype has no number.
+        KeyError: its dtype does not have a number.
     """
     _, info = _only_tensor(tensor, "gather_tensor_shape")
     sizes = torch.tensor(info.shape, dtype=torch.int32, device=PartialState().device)

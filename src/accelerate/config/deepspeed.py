@@ -154,13 +154,13 @@ def check_stage(config: HfDeepSpeedConfig) -> None:
 
 @dataclass
 class DeepSpeedPlugin:
-    """How a DeepSpeed engine trains the model. A field that is None takes its variable, else the default.
+    """How a DeepSpeed engine trains the model. A field that is None takes its environment variable or the default.
 
-    With `hf_ds_config` (a dict, a file, or the file named by ACCELERATE_DEEPSPEED_CONFIG_FILE) the other fields are
-    read from it; one that is given as well fills what the file leaves out or "auto", and must not differ otherwise.
-    Values left "auto" are filled in `prepare` from the model, the optimizer and the loader (`fill_match`,
-    `deepspeed_config_process`); a value that is set and differs from what the program uses is refused with both
-    values. Raises ConfigurationError (a ValueError).
+    `hf_ds_config` (a dict, a file, or the file named by ACCELERATE_DEEPSPEED_CONFIG_FILE) sets the other fields. A
+    field that is passed as well fills in what the file omits or leaves "auto", and must otherwise agree with the file.
+    `prepare` fills in the remaining "auto" values from the model, the optimizer and the loader (`fill_match`,
+    `deepspeed_config_process`). A value that differs from what the program uses is an error. Raises ConfigurationError
+    (a ValueError).
 
     Example:
         plugin = DeepSpeedPlugin(zero_stage=2, gradient_clipping=1.0)

@@ -34,19 +34,20 @@ EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 class FullyShardedDataParallelPlugin:
     """How parameters, gradients and optimizer state are sharded over the data-parallel ranks.
 
-    A field that is None takes its FSDP_* variable, else the default. Version 2 is torch's `fully_shard`, version 1 its
+    A field that is None takes its FSDP_* variable or the default. Version 2 is torch's `fully_shard`, version 1 its
     `FullyShardedDataParallel`. Raises ConfigurationError (a ValueError) for a value that the version cannot use.
 
     Fields:
         reshard_after_forward: version 2: True frees the gathered parameters after the forward, False keeps them until
             the backward (faster, more memory), a number reshards to groups of that size.
-        auto_wrap_policy: TRANSFORMER_BASED_WRAP (classes of `transformer_cls_names_to_wrap`, else the model's
-            `_no_split_modules`), SIZE_BASED_WRAP (`min_num_params`), NO_WRAP, or a function like torch's policies.
+        auto_wrap_policy: TRANSFORMER_BASED_WRAP (the classes in `transformer_cls_names_to_wrap`, or the
+            model's `_no_split_modules`), SIZE_BASED_WRAP (`min_num_params`), NO_WRAP, or a function like torch's
+            policies.
         cpu_offload: keep shards in host memory between uses. mixed_precision_policy: torch's object, a dict of dtypes
             or one of fp16, bf16, fp32. In version 2 its `output_dtype` is what the model returns; by default outputs
             stay in the dtype of the computation.
         ignored_modules: modules (or a regular expression over their names) that stay unsharded.
-        cpu_ram_efficient_loading: only rank 0 holds the full weights on the way to the shards.
+        cpu_ram_efficient_loading: only rank 0 holds the full weights while they are sharded.
 
     Example:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")

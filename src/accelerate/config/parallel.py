@@ -51,8 +51,8 @@ class TorchTensorParallelConfig:
         enable_async_tp: overlap communication with the multiplications.
         sequence_parallel: between the split layers (norms, residual stream) each rank keeps a part of the sequence.
         loss_parallel: a loss that the model itself computes is computed on logits that stay split over the vocabulary.
-        plan: module name, in which `*` stands for one part -> a word (`colwise`, `rowwise`, ...) or a `ParallelStyle`
-            of torch. None takes the model's own plan (`_tp_plan`), else one is inferred.
+        plan: module name (`*` stands for one part) -> a word (`colwise`, `rowwise`, ...) or torch's `ParallelStyle`.
+            None uses the model's own plan (`_tp_plan`), or infers one.
     """
 
     enable_async_tp: bool = False
@@ -139,29 +139,32 @@ class PipelineParallelConfig:
     Fields:
         schedule: "gpipe" works with any loss. "1f1b", "looped_bfs", "interleaved", "zero_bubble" and "zbv" keep fewer
             micro-batches at a time or wait less; they need a model that returns its loss, or a `loss_fn`, and
-            `loss_reduction` or `num_items`. None takes PARALLELISM_CONFIG_PP_SCHEDULE, else gpipe.
-        num_microbatches: number of micro-batches. None takes PARALLELISM_CONFIG_PP_NUM_MICROBATCHES, else one a stage.
-        stages_per_rank: stages that each rank has; None: two where the schedule takes any number, else its own.
+            `loss_reduction` or `num_items`. None takes PARALLELISM_CONFIG_PP_SCHEDULE, or gpipe.
+        num_microbatches: number of micro-batches. None takes PARALLELISM_CONFIG_PP_NUM_MICROBATCHES, or one for each
+            stage.
+        stages_per_rank: stages on each rank. None: two if the schedule supports any number, otherwise the schedule's
+            number.
         split_points: names of the modules at which the second and each later stage begins; None balances.
-        balance: what stages are to be equal in: "parameters" (bytes), or "time", measured with `example_inputs`.
+        balance: balance the stages by "parameters" (bytes) or "time", measured with `example_inputs`.
         example_inputs: keyword arguments of the model's forward. It runs once on the first rank, to see in which order
-            modules compute, which outputs are used on later stages, and which weights are read and not called. None: a
-            transformers model runs on its dummy inputs, any other is taken to compute in the order of its modules.
-        carried: names of modules whose output more than the next block uses (skip connections): it travels on to all
-            later stages. None: those observed with `example_inputs`, and the encoder of an encoder-decoder model of
-            transformers.
+            modules compute, which outputs are used on later stages, and which weights are read outside their modules.
+            None: a transformers model runs on its dummy inputs; any other model is assumed to compute in the order of
+            its modules.
+        carried: names of modules whose output is used beyond the next block (skip connections) and is therefore sent
+            to all later stages. None: those observed with `example_inputs`, and the encoder of a transformers
+            encoder-decoder model.
         loss_fn: `loss_fn(output, labels)`. The prepared model then takes `labels=` and returns (loss, output).
-        loss_reduction: how the losses of micro-batches make that of the batch, for all schedules but gpipe: "mean" (a
-            mean over samples, or over equally many items of each sample) or "sum". None takes
+        loss_reduction: how the losses of micro-batches combine into the loss of the batch, for all schedules except
+            gpipe: "mean" (a mean over samples, or over equally many items of each sample) or "sum". None takes
             PARALLELISM_CONFIG_PP_LOSS_REDUCTION.
         num_items: for a loss that is a mean over unequal numbers of items (labels that are not ignored): a function of
             the model's inputs that returns the number of items. It is called with the inputs of each micro-batch.
-        whole_inputs: names of inputs that every micro-batch gets unsplit although their first dimension could be taken
-            for the batch's.
-        gather_output: give every rank the full output. False: a model that returns its loss gives that alone, and
-            None for its other tensors.
+        whole_inputs: names of inputs that every micro-batch gets unsplit, even though their first dimension looks like
+            the batch dimension.
+        gather_output: give every rank the full output. False: a model that returns its loss returns only the loss,
+            and None for its other tensors.
 
-    Raises ConfigurationError for a word that is not known or a number that cannot be.
+    Raises ConfigurationError for an unknown word or an invalid number.
     """
 
     schedule: str | None = None

@@ -47,12 +47,13 @@ class AORecipeKwargs(_Recipe):
     """How torchao converts linear layers to float8. A field that is None takes its ACCELERATE_FP8_* variable.
 
     Fields:
-        config: a `torchao.float8.Float8LinearConfig`; made from the two fields below where it is not given.
-        module_filter_func: (module, name) -> whether to convert it; None converts all but the first and last linear.
-        pad_inner_dim: pad matrices to the multiples of 16 that float8 kernels want.
+        config: a `torchao.float8.Float8LinearConfig`; by default, created from the two fields below.
+        module_filter_func: (module, name) -> whether to convert it; None converts all except the first and last
+            linear layers.
+        pad_inner_dim: pad matrices to the multiples of 16 that float8 kernels need.
         enable_fsdp_float8_all_gather: FSDP2 gathers parameters in float8.
 
-    Raises ImportError where torchao is not installed.
+    Raises ImportError if torchao is not installed.
     """
 
     config: Any = None
@@ -90,12 +91,12 @@ class TERecipeKwargs(_Recipe):
     """How TransformerEngine scales its float8 layers. A field that is None takes its ACCELERATE_FP8_* variable.
 
     Fields:
-        use_autocast_during_eval: run evaluation in float8 too.
+        use_autocast_during_eval: also run evaluation in float8.
         margin, interval, fp8_format (HYBRID, E4M3, E5M2), amax_history_len, amax_compute_algo (max, most_recent),
         override_linear_precision (forward, input gradient, weight gradient): TransformerEngine's DelayedScaling.
         use_mxfp8_block_scaling: its MXFP8BlockScaling recipe instead.
 
-    Raises ImportError where TransformerEngine is not installed, ValueError for an unknown word.
+    Raises ImportError if TransformerEngine is not installed, and ValueError for an unknown word.
     """
 
     use_autocast_during_eval: bool | None = None
@@ -172,11 +173,11 @@ def _require(package: str, what: str) -> None:
 
 @dataclass
 class AutocastKwargs(checks.KwargsHandler):
-    """Options of `torch.autocast`, in which the forward of a prepared model runs.
+    """Options of `torch.autocast`, which applies to the forward pass of prepared models.
 
     Fields:
         enabled: whether autocast is on.
-        cache_enabled: whether weights are cast once in a forward and then reused. None keeps torch's default.
+        cache_enabled: whether weights are cast once in each forward pass and then reused. None keeps torch's default.
 
     Example:
         with accelerator.autocast(AutocastKwargs(enabled=False)):
@@ -219,8 +220,8 @@ class GradScalerKwargs(checks.KwargsHandler):
 class MasterWeightsKwargs(checks.KwargsHandler):
     """Train bf16 parameters and gradients with an fp32 master copy of each parameter, which the optimizers step.
 
-    Needs `mixed_precision="bf16"`. An update that bf16 would round away counts; gradients travel in half the bytes.
-    Saved weights are the fp32 ones. Example:
+    Needs `mixed_precision="bf16"`. Updates that bf16 would round away are kept, and gradients take half the bytes.
+    The fp32 weights are saved. Example:
 
         accelerator = Accelerator(mixed_precision="bf16", kwargs_handlers=[MasterWeightsKwargs()])
     """

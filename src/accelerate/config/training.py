@@ -24,16 +24,16 @@ class DataLoaderConfiguration:
     """How prepared data loaders share a dataset between processes.
 
     Fields:
-        split_batches: the loader's batch size is that of all processes together, each takes its part of it.
+        split_batches: the loader's batch size is the total over all processes, and each process takes its part.
         dispatch_batches: the main process reads and sends each process its part; None decides by the dataset
             (iterable: yes).
-        even_batches: complete the last batch with samples from the start, so that all processes have as many.
+        even_batches: fill the last batch with samples from the start, so that all processes have the same number.
         use_seedable_sampler: shuffle from (data_seed + epoch), the same on any number of processes.
-        data_seed: the seed of that sampler; None takes torch's at `prepare`.
-        non_blocking: copies to the device overlap with the host's work (wants pinned memory).
+        data_seed: the seed of that sampler; None uses torch's seed at `prepare`.
+        non_blocking: overlap copies to the device with work on the host (needs pinned memory).
         use_stateful_dataloader: build loaders as torchdata's `StatefulDataLoader`.
-        device_placement: "lazy" leaves batches on the host; the forward of a prepared model moves its inputs to the
-            device. By default ACCELERATE_DEVICE_PLACEMENT, else the loader moves them.
+        device_placement: "lazy" leaves batches on the host, and the forward of a prepared model moves its inputs to
+            the device. Defaults to ACCELERATE_DEVICE_PLACEMENT; otherwise the loader moves them.
 
     Example:
         config = DataLoaderConfiguration(non_blocking=True, use_seedable_sampler=True)
@@ -69,9 +69,9 @@ class GradientAccumulationPlugin(checks.KwargsHandler):
     """How gradients accumulate over batches.
 
     Fields:
-        num_steps: batches of an optimizer step, at least 1.
-        adjust_scheduler: the scheduler counts batches that make no optimizer step too.
-        sync_with_dataloader: the end of a loader ends the window, however short.
+        num_steps: batches for each optimizer step, at least 1.
+        adjust_scheduler: the scheduler also counts batches without an optimizer step.
+        sync_with_dataloader: the end of a loader ends the window, even if it is short.
         sync_each_batch: reduce the gradients at each batch (less memory under sharding, more communication).
     """
 
@@ -88,15 +88,15 @@ class GradientAccumulationPlugin(checks.KwargsHandler):
 
 @dataclass
 class ProjectConfiguration:
-    """Where a run keeps what it writes.
+    """Where a run writes its files.
 
     Fields:
-        project_dir: the run's folder, or its place in a bucket ("s3://bucket/runs/gpt").
+        project_dir: the run's folder, or its location in a bucket ("s3://bucket/runs/gpt").
         logging_dir: the folder of trackers and telemetry. By default project_dir, and for a bucket the local folder
             with the name that the run has in the bucket ("runs/gpt").
         automatic_checkpoint_naming: `save_state()` writes checkpoints/checkpoint_<iteration> below `project_dir`.
-        total_limit: how many of those are kept. iteration: the number of the next one.
-        save_on_each_node: machines without a shared file system write a copy each.
+        total_limit: how many checkpoints to keep. iteration: the number of the next one.
+        save_on_each_node: write a copy on each machine, if they do not share a file system.
     """
 
     project_dir: str | None = None
@@ -137,9 +137,10 @@ class DistributedDataParallelKwargs(checks.KwargsHandler):
 
     Fields:
         bucket_cap_mb: size of a gradient bucket, in MiB.
-        find_unused_parameters: search each forward for parameters without a gradient. Set it if steps leave some out.
+        find_unused_parameters: search each forward for parameters without a gradient. Set this if some steps do not
+            use all parameters.
         comm_hook: compression of the gradients for the reduction: fp16, bf16, power_sgd or batched_power_sgd.
-        comm_wrapper: fp16 or bf16: the type in which the data of `comm_hook` are sent.
+        comm_wrapper: fp16 or bf16, the dtype in which `comm_hook` sends its data.
         comm_state_option: arguments of torch's `PowerSGDState`, such as `matrix_approximation_rank`.
 
     Raises:
@@ -296,7 +297,7 @@ class OptimizerOffloadKwargs(checks.KwargsHandler):
     """Keep optimizer states in host memory between steps; a step streams them through the device in chunks.
 
     For torch's elementwise optimizers on one accelerator and with DDP. FSDP2 and DeepSpeed have their own options
-    (`fsdp_plugin.cpu_offload`, `offload_optimizer_device`). On the CPU there is nothing to do. Hooks of the
+    (`fsdp_plugin.cpu_offload`, `offload_optimizer_device`). It has no effect on the CPU. Hooks of the
     optimizer's step are called for each chunk. Example:
 
         accelerator = Accelerator(kwargs_handlers=[OptimizerOffloadKwargs()])
@@ -318,7 +319,7 @@ class TorchDynamoPlugin(checks.KwargsHandler):
     Fields:
         backend: name of the compiler, such as "inductor". "no" leaves models uncompiled.
         mode: a named set of the backend's options, such as "max-autotune". Excludes `options`.
-        fullgraph: raise an error where the model cannot be compiled as one graph.
+        fullgraph: raise an error if the model cannot be compiled as one graph.
         dynamic: compile for varying shapes. None lets torch decide.
         options: the backend's options, a dict. Excludes `mode`.
         disable: return models uncompiled.

@@ -18,9 +18,9 @@ class DataLoaderStateMixin:
     Attributes:
         end_of_dataloader: this batch is the last one.
         remainder: samples in the last global batch if it is smaller than the others, 0 if it is not, -1 if that is
-            not known (yet) or the rest is dropped.
+            unknown or the rest is dropped.
         batch_counts: the samples of each shard in this step without repetitions and placeholders, in shard order;
-            None where that is not known.
+            None if that is unknown.
         batch_weight: with `exact`, the weight of this shard's mean loss in the mean over all shards, which is its
             fraction of the step's samples times the number of shards. 0.0 for a placeholder. 1.0 without `exact`.
     """

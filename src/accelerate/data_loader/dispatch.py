@@ -38,8 +38,8 @@ class DataLoaderDispatcher(PreparedLoader):
         slice_fn: slices a batch, called as `(batch, slice, process_index=, num_processes=)`.
         torch_device_mesh: the device mesh that determines which ranks read different samples.
         iteration: the epoch of the first pass.
-        even_batches: the last step is split equally, and filled with the first samples where it does not divide.
-        exact: no sample is repeated. A process without samples in the last step gets a placeholder.
+        even_batches: the last step is split equally, and filled with the first samples if it does not divide.
+        exact: samples are not repeated. A process without samples in the last step gets a placeholder.
         **kwargs: the other arguments of torch's `DataLoader`. `drop_last` drops an incomplete last step.
 
     Raises:

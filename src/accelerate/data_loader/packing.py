@@ -36,8 +36,8 @@ def pack(
 ) -> PackedDataset:
     """Pack documents into rows of exactly `length` tokens.
 
-    A document goes whole into the fullest row that has room for it, the longest documents first (best fit
-    decreasing). The result depends on the lengths alone. Tokens are read when a row is requested.
+    Each document goes, unsplit, into the fullest row that has room for it, starting with the longest
+    documents (best fit decreasing). The result depends only on the lengths. Tokens are read when a row is requested.
 
     Args:
         dataset: a map-style dataset or a list of documents. A document is a mapping with `input_ids` and other fields
@@ -47,10 +47,10 @@ def pack(
         fields: the fields of rows. None: those with one value for each token in the first document. A row never has
             an `attention_mask`: `seq_lens` replaces it.
         labels: copy `labels` from `input_ids` where documents have none.
-        mask_first_label: set the first label of each document to -100, since the token before it is of another
-            document. False is for labels that are shifted already.
+        mask_first_label: set the first label of each document to -100, because the token before it belongs to
+            another document. Use False for labels that are already shifted.
         split_long: split documents longer than `length` into documents of at most `length` tokens.
-        drop_last: leave out the last row, which has the most padding, if it is not full.
+        drop_last: drop the last row, which has the most padding, if it is not full.
         pad_token_id: fills `input_ids`. The labels of padding are -100, and other fields 0.
 
     Returns:
@@ -58,7 +58,7 @@ def pack(
         document, and `seq_lens`: the lengths of its documents, with padding as the last one, then zeros.
 
     Raises:
-        ConfigurationError: a document is empty, longer than `length`, or has not one value for each token.
+        ConfigurationError: a document is empty, longer than `length`, or does not have one value for each token.
 
     Example:
         rows = pack(documents, 4096, labels=True)

@@ -66,8 +66,8 @@ def prepare_data_loader(
 ) -> DataLoader[Any]:
     """Return a loader that reads this process's shard of `dataloader`'s data.
 
-    With several shards, a sampler whose attribute `generator` is None gets a generator, and its seed is the next
-    number of torch's global generator. It does not with `exact`, `dispatch_batches` or `use_seedable_sampler`.
+    With several shards, a sampler whose attribute `generator` is None gets a generator that is seeded from
+    torch's global generator, except with `exact`, `dispatch_batches` or `use_seedable_sampler`.
 
     Args:
         dataloader: the loader. A prepared one is returned unchanged.
@@ -75,7 +75,7 @@ def prepare_data_loader(
         num_processes: the number of shards. Default: the processes of the run, or those of `torch_device_mesh` that
             read different samples.
         process_index: which shard this process reads.
-        split_batches: the loader's batch size is that of all processes together.
+        split_batches: the loader's batch size is the total over all processes.
         put_on_device: move batches to `device`.
         rng_types: see `DataLoaderShard`.
         dispatch_batches: rank 0 reads for all ranks. None: if the dataset is iterable and batches go to a device.
@@ -95,8 +95,8 @@ def prepare_data_loader(
         The prepared loader, which is an instance of the loader's class.
 
     Raises:
-        PrepareError: the loader is sharded already, has no batch size where one is needed, or its batches cannot be
-            split. It is a ValueError.
+        PrepareError: the loader is already sharded, lacks a required batch size, or its batches cannot be split. It
+            is a ValueError.
         ConfigurationError: `dataloader` is not a DataLoader. It is a ValueError.
 
     Example:

@@ -178,10 +178,10 @@ class BatchSamplerShard(BatchSampler):
         process_index: which shard this is.
         split_batches: each batch is split between the processes. Otherwise batch `i` goes to process
             `i % num_processes`.
-        even_batches: fill the last step with samples from the start of the epoch, so that every process has equally
-            many batches of the same length.
-        exact: repeat no sample. A process without samples in the last step gets the step's first sample as a
-            placeholder, so that all processes make equally many steps.
+        even_batches: fill the last step with samples from the start of the epoch, so that every process has the
+            same number of batches of the same length.
+        exact: do not repeat samples. A process without samples in the last step gets the step's first sample
+            as a placeholder, so that all processes make the same number of steps.
 
     Raises:
         PrepareError: `split_batches` with a batch size that is not a multiple of `num_processes`. With `exact` the
@@ -299,7 +299,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             takes the `i`-th `batch_size`.
         split_batches: the global batch has `batch_size` samples, and each process takes a slice.
         even_batches: fill the last global batch with the first samples.
-        exact: repeat no sample. A process without samples in the last global batch yields its first sample as a
+        exact: do not repeat samples. A process without samples in the last global batch yields its first sample as a
             placeholder.
 
     Raises:

@@ -24,17 +24,17 @@ class TokenBatchSampler(EpochSampler, Sampler[list[int]]):
     """Batches of documents with nearly equal numbers of tokens, at most `tokens_per_batch`.
 
     All batches of an epoch have nearly the same size, so those of a step are balanced on any number of processes, and
-    with any number of accumulation steps. The order depends on the arguments and the epoch alone. A run can therefore
-    continue in the middle of an epoch on another number of processes.
+    with any number of accumulation steps. The order depends only on the arguments and the epoch, so a run can
+    continue in the middle of an epoch on a different number of processes.
 
     Without `set_epoch` the epoch increases by one after each complete pass. A prepared loader sets it.
 
     Args:
         lengths: the tokens of each document.
-        tokens_per_batch: the most tokens in a batch of one process.
+        tokens_per_batch: the maximum number of tokens in a batch of one process.
         multiple_of: the number of batches is a multiple of it. If it is the number of processes, no batch is repeated
             in the last step. None: 64, or the largest power of two for which batches are at most 3% smaller.
-        shuffle: draw another order in each epoch.
+        shuffle: draw a new order in each epoch.
         seed: of the order, together with the epoch.
 
     Raises:

@@ -52,9 +52,9 @@ def map_dataset(
 ) -> list[Path]:
     """Apply a model or a function to each sample of a dataset, and write the results in order, once each.
 
-    The dataset is divided into parts of consecutive samples. Each process takes the next part that no process has
-    taken, computes it in batches, and writes it to its own file, which appears when it is complete. After a kill,
-    call the function again, on any number of processes: it computes the missing parts. Every process must call it.
+    The dataset is divided into parts of consecutive samples. Each process takes the next free part, computes it in
+    batches, and writes it to a file, which appears when it is complete. If the run is killed, call the function again,
+    on any number of processes: it computes the missing parts. Every process must call it.
 
     Args:
         function: a model or a function. A model is set to evaluation mode, moved to the device of the process, and
@@ -65,8 +65,8 @@ def map_dataset(
         output: a folder that all processes can reach.
         batch_size: samples in a call.
         part_size: samples in a file. A kill loses at most one part per process.
-        file_format: "jsonl" (one line per sample) or "parquet" (needs pyarrow). JSON has no NaN and
-            no infinite numbers: both are written as null. Parquet files keep them.
+        file_format: "jsonl" (one line per sample) or "parquet" (needs pyarrow). JSON does not support NaN and
+            infinite numbers, which are written as null. Parquet files keep them.
         collate: makes a batch for a model from a list of samples; torch's `default_collate` if None.
         length: returns the length of a sample. Within a part, samples of similar length form a batch. If None, it is
             the length of a text or of its `input_ids`; other samples keep their order.

@@ -84,19 +84,19 @@ def notebook_launcher(
         args: its arguments.
         num_processes: number of processes on this machine; 1 by default on the CPU.
         mixed_precision: `no`, `fp16`, `bf16` or `fp8`.
-        use_port: port of rank 0. Where the default is in use, a free one is taken on a single machine.
+        use_port: port of rank 0. If the default port is in use, a single machine uses a free one.
         master_addr: address of the first machine.
         node_rank: number of this machine. Each machine calls this function.
         num_nodes: number of machines.
-        rdzv_backend: rendezvous backend of torch's elastic agent, which runs the processes where this differs from
-            `static` or where `rdzv_endpoint` or `max_restarts` are given.
+        rdzv_backend: rendezvous backend of torch's elastic agent, which runs the processes if this is not `static`
+            or if `rdzv_endpoint` or `max_restarts` is set.
         rdzv_endpoint: its address, `host:port`.
         rdzv_conf: its settings.
         rdzv_id: its name for the run.
         max_restarts: number of restarts after failures.
-        monitor_interval: seconds between two checks of the processes by the elastic agent.
+        monitor_interval: seconds between the elastic agent's checks of the processes.
         log_line_prefix_template: prefix of each line of output, with `${rank}`, `${local_rank}` and `${role_name}`.
-            Without it the lines of other ranks than 0 begin with their rank.
+            Without it, the lines of all ranks except 0 begin with their rank.
         return_values: return what the function returns on each process of this machine. It must be picklable.
 
     Returns:

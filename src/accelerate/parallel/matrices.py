@@ -44,9 +44,9 @@ STATE_TIMEOUT = 600
 def register_matrix_optimizer(cls: type, shapes: Shapes | None = None) -> None:
     """Share the work of an optimizer of entire matrices between ranks.
 
-    Where parameters are sharded, that of `torch.optim.Muon` is shared without this call. Under DDP it is shared after
-    `register_matrix_optimizer(torch.optim.Muon)`: each process then has a part of the state, so that all of them have
-    to call `optimizer.state_dict()`.
+    If parameters are sharded, the work of `torch.optim.Muon` is shared without this call. Under DDP it is shared
+    after `register_matrix_optimizer(torch.optim.Muon)`: each process then has a part of the state, so all processes
+    must call `optimizer.state_dict()`.
 
     Call it before `prepare`. The update of a matrix must not depend on another matrix, and a closure has to be called
     once, before anything else.
@@ -56,7 +56,7 @@ def register_matrix_optimizer(cls: type, shapes: Shapes | None = None) -> None:
         shapes: how a parameter is viewed as matrices, with one process too. It is called with a parameter and its
             group, and returns a shape of two dimensions, or of three for several matrices that are updated one by one;
             None for a parameter that is updated element by element. By default the optimizer gets each parameter
-            as it is.
+            unchanged.
 
     Raises:
         TypeError: `cls` is not a class with a step, or `shapes` is not a function.

@@ -26,7 +26,7 @@ class DummyOptim(Placeholder):
     """A placeholder for the optimizer that a DeepSpeed configuration describes. Pass it to `prepare`.
 
     Args:
-        params: parameters or groups of parameters, as for an optimizer of torch.
+        params: parameters or groups of parameters, as for a torch optimizer.
         lr: learning rate, for an "auto" value of the configuration.
         weight_decay: weight decay, for an "auto" value of the configuration.
         **kwargs: further values, in the attribute `kwargs`.

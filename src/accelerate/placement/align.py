@@ -45,11 +45,11 @@ def _call_untraced(function: Callable[[nn.Module], None], module: nn.Module) -> 
 class AlignDevicesHook(ModelHook):
     """Moves a module's weights and inputs to `execution_device` for the forward pass.
 
-    With `offload` the weights are only there during the forward: they come from `weights_map` (by default, what they
-    are now, on the CPU) and the module holds them on the meta device in between. `offload_buffers` does the same for
+    With `offload`, the weights are there only during the forward pass: they come from `weights_map` (by default,
+    their current values on the CPU) and are otherwise on the meta device. `offload_buffers` does the same for
     buffers, which otherwise stay on the device; `place_submodules` makes the hook responsible for the tensors of all
     submodules. With `io_same_device` outputs go back to the device that the inputs came from; `skip_keys` are keyword
-    arguments, or keys of a dictionary, that are left where they are. `tied_params_map` holds the copies of tied
+    arguments, or keys of a dictionary, that are not moved. `tied_params_map` holds the copies of tied
     weights that are on a device, by the address of the data, so that one copy serves all.
     """
 

@@ -173,19 +173,19 @@ def infer_auto_device_map(
     """Plan on which device each module of `model` goes: accelerators first, then `"cpu"`, then `"disk"`.
 
     Modules are assigned in the order of the model. The first accelerator and the CPU keep memory free for the largest
-    layer that is still to be assigned, since offloaded layers are moved there to run. Tied parameters are placed
+    layer that is not yet assigned, because offloaded layers are moved there to run. Tied parameters are placed
     together if they fit.
 
     Args:
         model: the model, which may be on the meta device.
-        max_memory: the memory to use on each device, in bytes or as text such as `"10GiB"`. Default: what is free.
+        max_memory: the memory to use on each device, in bytes or as text such as `"10GiB"`. Default: the free memory.
         no_split_module_classes: names of module classes that are not split over devices.
         dtype: the dtype in which the weights will be stored. Default: their own.
-        special_dtypes: the dtypes of single weights, by name.
+        special_dtypes: the dtypes of individual weights, by name.
         verbose: print every step.
-        clean_result: replace the entries of a module by one where they all name the same device.
-        offload_buffers: offload the buffers of offloaded modules too, instead of keeping them on the accelerator.
-        fallback_allocation: if the next module does not fit on an empty device, assign the first later one that does.
+        clean_result: replace the entries of a module with one entry if they all name the same device.
+        offload_buffers: also offload the buffers of offloaded modules instead of keeping them on the accelerator.
+        fallback_allocation: if the next module does not fit on an empty device, assign the next module that does.
 
     Returns:
         {name of a module or tensor: device}.
@@ -528,14 +528,14 @@ def get_balanced_memory(
 
     Args:
         model: the model, which may be on the meta device.
-        max_memory: device -> bytes (or text such as "10GiB") that it may hold at most. Default: the free memory.
+        max_memory: device -> the maximum bytes (or text such as "10GiB") on it. Default: the free memory.
         no_split_module_classes: names of classes whose modules stay on one device.
         dtype: as in `compute_module_sizes`.
         special_dtypes: as in `compute_module_sizes`.
-        low_zero: leave device 0 only what the others cannot hold.
+        low_zero: use device 0 only for what does not fit on the others.
 
     Returns:
-        Device -> bytes. The last accelerator keeps its full limit, as the equal shares may be too small.
+        Device -> bytes. The last accelerator keeps its full limit, because equal shares may be too small.
     """
     limits = get_max_memory(max_memory)
     shared = [device for device in limits if device not in ("cpu", "disk") and limits[device] > 0]

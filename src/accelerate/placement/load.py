@@ -96,22 +96,22 @@ def load_checkpoint_in_model(
             cannot be read from the checkpoint: if that is not in safetensors files, or has another dtype.
         dtype: dtype to which floating point weights are cast.
         offload_state_dict: keep the weights of the CPU in files until the last file of the checkpoint is read.
-        offload_buffers: keep buffers of modules on the disk there too.
-        keep_in_fp32_modules: pieces of names. Weights with such a name are not cast to `dtype`.
+        offload_buffers: also keep the buffers of modules on the disk there.
+        keep_in_fp32_modules: parts of names. Weights whose names contain one are not cast to `dtype`.
         offload_8bit_bnb: quantize what is offloaded from 8-bit layers.
         strict: raise an error if the names in the checkpoint differ from those of the model. Otherwise log them.
         full_state_dict: False if the checkpoint has the shards of this process, for a sharded model.
-        broadcast_from_rank0: rank 0 reads the checkpoint and sends it to all. Without `device_map` only.
+        broadcast_from_rank0: rank 0 reads the checkpoint and sends it to all. Only without `device_map`.
         fill_meta: raise an error if a weight on the meta device is not in the checkpoint.
-        quantizer: quantizes the weights whose names it contains, each when it is read. With `device_map` only.
+        quantizer: quantizes the weights whose names it contains, each when it is read. Only with `device_map`.
 
     Raises:
-        ValueError: a folder for offloaded weights is missing, or a tensor has no device in the map, or another shape
-            than in the model. Nothing is loaded.
+        ValueError: a folder for offloaded weights is missing, or a tensor does not have a device in the map, or its
+            shape differs from the model's. Nothing is loaded.
         ConfigurationError: this machine does not have a device of the map. Nothing is loaded.
         CheckpointError: no weight of the checkpoint belongs to the model, or `strict` or `fill_meta` find a
             difference. Nothing is loaded if there is a `device_map`.
-        RuntimeError: without `device_map`, torch's: a tensor has another shape than in the model.
+        RuntimeError: without `device_map`, raised by torch: a tensor's shape differs from the model's.
 
     Example:
         with init_empty_weights():

@@ -220,9 +220,9 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     """Weights by name, some in memory (`state_dict`), others on disk, read at each access.
 
-    `save_folder` is a folder of `offload_state_dict`; `index` holds its entries, or such as name a tensor of a
-    safetensors file: `{"safetensors_file": path, "weight_name": name, "dtype": dtype}`. `device` is where weights of
-    safetensors files come out, by default the CPU. Raises ValueError where it is given nothing to read from.
+    `save_folder` is a folder of `offload_state_dict`; `index` contains its entries, or entries that name a
+    tensor of a safetensors file: `{"safetensors_file": path, "weight_name": name, "dtype": dtype}`. `device` is the
+    device of weights from safetensors files, by default the CPU. Raises ValueError without a source.
     """
 
     def __init__(

@@ -216,17 +216,17 @@ def load_and_quantize_model(
 ) -> nn.Module:
     """Quantize the linear layers of `model` with bitsandbytes or torchao, as configured, and return the model.
 
-    A model on the meta device gets the weights at `weights_location`, each quantized as it arrives where `device_map`
-    puts it (default: all on the accelerator in use, or on the CPU). One that holds weights is quantized on that
-    device. Offloaded 8-bit layers are stored quantized; 4-bit layers can only be offloaded by a map of your own, and
-    are then kept in `torch_dtype`.
+    A model on the meta device gets the weights at `weights_location`, each quantized when it reaches its device in
+    `device_map` (default: the accelerator in use, or the CPU). A model with weights is quantized on that device.
+    Offloaded 8-bit layers are stored quantized; 4-bit layers can be offloaded only by a custom map, and then stay in
+    `torch_dtype`.
 
-    A configuration of torchao's, such as `Int8WeightOnlyConfig()`, quantizes with torchao: only weights, in the dtype
-    of the model, on any device that torchao supports; all that is offloaded is stored quantized. `skip_modules`
-    stay unquantized (default: the output layer). Layers with tied weights always do.
+    A torchao configuration, such as `Int8WeightOnlyConfig()`, quantizes with torchao: only weights, in the dtype of
+    the model, on any device that torchao supports; offloaded weights are stored quantized. `skip_modules` stay
+    unquantized (default: the output layer), and so do layers with tied weights.
 
     Raises ImportError without bitsandbytes, RuntimeError for a meta model without `weights_location`,
-    ConfigurationError where torchao cannot quantize a weight on its device.
+    ConfigurationError if torchao cannot quantize a weight on its device.
     """
     config = bnb_quantization_config
     if not isinstance(config, BnbQuantizationConfig):

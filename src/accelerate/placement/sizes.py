@@ -177,8 +177,8 @@ def compute_module_sizes(
     Args:
         model: the model, which may be on the meta device.
         dtype: dtype in which floating point tensors will be stored. Integers and narrower types keep their own.
-        special_dtypes: name of a tensor -> its dtype, where it differs.
-        buffers_only: count buffers, and no parameters.
+        special_dtypes: name of a tensor -> its dtype, if it differs.
+        buffers_only: count only buffers.
 
     Returns:
         Name -> bytes, with the total under `""`. A tied tensor counts once.
@@ -294,8 +294,8 @@ def get_max_layer_size(
 ) -> tuple[int, list[str]]:
     """Return the size of the largest layer, and the names of all layers of that size.
 
-    A layer is what is not split further: a tensor, a module without children, or a module of a class in
-    `no_split_module_classes`.
+    A layer is a unit that is not split further: a tensor, a module without children, or a module of a
+    class in `no_split_module_classes`.
 
     Args:
         modules: pairs of a name and a module or tensor.

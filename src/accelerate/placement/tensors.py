@@ -172,11 +172,11 @@ def set_module_tensor_to_device(
 
     A value takes the dtype that the tensor has, or `dtype`; integers keep their own dtype where `dtype` is given. A
     tensor on the meta device holds no data and needs a value. `fp16_statistics` are the row scales of an 8-bit weight.
-    With `tied_params_map` a tied tensor that is on the device already is used instead of a second copy.
-    With `clear_cache` memory that is left unused on an accelerator is given back to it.
+    With `tied_params_map`, a tied tensor that is already on the device is used instead of a second
+    copy. With `clear_cache`, unused cached memory of an accelerator is released.
 
-    The module gets a new parameter: an optimizer that holds the former one does not see it.
-    Raises ValueError for an unknown name, a value of another shape, and a missing value.
+    The module gets a new parameter: an optimizer that refers to the previous one does not
+    see it. Raises ValueError for an unknown name, a value with a different shape, or a missing value.
     """
     owner, leaf = owner_of(module, tensor_name)
     old = getattr(owner, leaf)

@@ -41,15 +41,16 @@ def on_main_process(function: F) -> F:
 
 
 class GeneralTracker:
-    """Base class of all trackers; a subclass overrides the methods it needs, which do nothing here.
+    """Base class of all trackers. A subclass overrides the methods it needs; those of this class have no effect.
 
     Attributes:
         name (str): the name in `log_with`, `init_kwargs`, `log_kwargs` and `get_tracker`. Required.
         requires_logging_directory (bool): whether the constructor takes `logging_dir` after the run's name. Required.
         tracker (property): the run or writer object of the client package. Required.
-        main_process_only (bool): log on the main process only (the default) or on every process.
+        main_process_only (bool): log only on the main process (the default), or on every process.
         background (bool): `init_trackers(background=True)` has `log` called in a thread (the default). False for a
-            client that is bound to the thread that has opened its run.
+        client that is bound to the thread that opened
+            its run.
 
     Raises:
         NotImplementedError: the subclass lacks one of the required attributes.

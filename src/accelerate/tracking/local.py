@@ -25,8 +25,8 @@ class LocalTracker(ClientTracker):
     A line of `values.jsonl` is `{"time": seconds since 1970, "step": step, "values": {name: number or text}}`, or
     `{"time": ..., "event": "start"}` and `"end"`. Names of nested mappings are joined by `/`. Numbers that JSON does
     not have are the texts "nan", "inf" and "-inf". A run that continues appends to the file: of two lines for one
-    step, the later one is valid. A line is handed to the operating system before `log` returns, so that a killed
-    process loses none.
+    step, the later one is valid. A line is written to the operating system before `log` returns, so that a
+    killed process does not lose it.
 
     Args:
         run_name: the name of the run's folder.

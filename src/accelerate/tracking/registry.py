@@ -29,7 +29,7 @@ LOGGER_TYPE_TO_CLASS[LocalTracker.name] = LocalTracker
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     """Register a custom tracker class under its `name`, so that `log_with` accepts that name.
 
-    A class registered under an existing name replaces the former one, with a warning.
+    A class registered under an existing name replaces the previous one, with a warning.
 
     Args:
         tracker_class: a subclass of `GeneralTracker` with a `name`.
@@ -67,7 +67,7 @@ def filter_trackers(
 ) -> list[Any]:
     """Return the trackers that a run uses, each once, in the order requested.
 
-    A tracker whose package is not installed is left out with a warning.
+    A tracker whose package is not installed is skipped with a warning.
 
     Args:
         log_with: names, `LoggerType` members or tracker objects. "all" stands for every installed tracker that needs
@@ -75,7 +75,7 @@ def filter_trackers(
         logging_dir: the folder of trackers that write files.
 
     Returns:
-        A `LoggerType` member for each built-in tracker, the name of each registered class, and the objects as given.
+        A `LoggerType` member for each built-in tracker, the name of each registered class, and the objects unchanged.
 
     Raises:
         ConfigurationError: a name is unknown, or a tracker that was named needs `logging_dir`.

@@ -278,8 +278,8 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.op
         optimizer: one that has not stepped yet.
 
     Returns:
-        The optimizer that takes its place. Others are returned as they are, and DeepSpeed refuses to offload them
-        unless its configuration has `zero_force_ds_cpu_optimizer` set to false.
+        The optimizer that replaces it. Other optimizers are returned unchanged, and DeepSpeed refuses to offload
+        them unless its configuration sets `zero_force_ds_cpu_optimizer` to false.
 
     Raises:
         PrepareError: an option of the optimizer has no counterpart (`amsgrad`, `maximize`, `lr_decay`).

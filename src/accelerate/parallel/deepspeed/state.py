@@ -271,7 +271,7 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """A context in which parameters that ZeRO-3 shards are unsharded on every rank. Others are left as they are.
+    """A context in which parameters that ZeRO-3 shards are unsharded on every rank. Others are unchanged.
 
     Args:
         params: one parameter or several.
