@@ -33,7 +33,7 @@ CHANGES = {
     ),
     "another sampler": (
         {"batches": True},
-        r"data loader 0 .*counts samples of the epoch and this loader batches",
+        r"data loader 0 .*counts samples of the epoch, but this loader counts batches",
     ),
     "another model": ({"width": 5}, r"model 0.*\[4, 4\].*\[5, 4\]"),
     "more groups": ({"groups": 2}, r"optimizer 0 .*1 parameter groups saved, 2 here"),

@@ -446,7 +446,7 @@ VERDICTS = {
         "% of the time is the script's own code",
         "`.item\\(\\)`",
     ),
-    "idle": (evaluations, "One evaluation took 1 min 0 s more", "Evaluate less often"),
+    "idle": (evaluations, "One evaluation took another 1 min 0 s", "Evaluate less often"),
     "warm_up": (
         lambda folder: planted(folder, everywhere("forward", 30, 0, 1), steps=200),
         "Step 1 was slow: 30.* s",

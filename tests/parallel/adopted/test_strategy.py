@@ -358,7 +358,7 @@ def test_refusals():
     accelerator, model = fresh(), Model()
     accelerator.prepare(DataLoader(rows(), BATCH))
     by_layers(model, world())
-    with pytest.raises(PrepareError, match=r"2 data shards, and Model, .*has 1"):
+    with pytest.raises(PrepareError, match=r"2 data shards, but Model, .*has 1"):
         accelerator.prepare(model)
     with torch.device("meta"):
         model = Model()

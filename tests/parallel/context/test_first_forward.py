@@ -206,13 +206,13 @@ def test_what_mixes_a_sequence_is_named(size):
             assert re.search(named, text) and f"{size}=2" in text, f"{what}: {text}"
     for what, head in HEADS.items():
         text = refusal(accelerator, Model(head=head))
-        assert re.search(r"what Model gives to head \(Linear\)", text), f"{what}: {text}"
+        assert re.search(r"what Model passes to head \(Linear\)", text), f"{what}: {text}"
     # The loss alone tells nothing: what it is computed from does.
     text = refusal(accelerator, Model(head=HEADS["mean"], returns=lambda x, y: x.square().mean()))
-    assert "Model gives to head" in text
+    assert "Model passes to head" in text
     zero = Model(head=HEADS["last"])
     nn.init.zeros_(zero.head.weight), nn.init.zeros_(zero.head.bias)
-    assert "Model gives to head" in refusal(accelerator, zero)
+    assert "Model passes to head" in refusal(accelerator, zero)
     for what, (kind, config, options) in MODELS.items():
         text = refusal(accelerator, small(kind, config, **options))
         assert re.search(NAMED[what], text), f"{what}: {text}"

@@ -207,7 +207,7 @@ def test_refusals(nproc):
     PartialState(cpu=True)
     with pytest.raises(ConfigurationError, match="cpu_offload"):
         make_accelerator({"cpu_offload": True})
-    with pytest.raises(ConfigurationError, match="does not compose with tp"):
+    with pytest.raises(ConfigurationError, match="does not work with tp"):
         make_accelerator({}, parallelism_config=ParallelismConfig(dp_shard_size=1, tp_size=nproc))
     for policy in ({}, BLOCKS, {"auto_wrap_policy": ModuleWrapPolicy({Block})}):
         model = make_model()

@@ -79,7 +79,7 @@ def test_a_model_is_cut_at_its_blocks() -> None:
 def test_what_cannot_be_cut_is_refused() -> None:
     for points, stages, named in (
         (["body.blocks.9"], 2, r"names body\.blocks\.9, where Model cannot be cut"),
-        (["head.0"], 3, "make 2 stages; 3 are requested"),
+        (["head.0"], 3, "make 2 stages, but 3 are requested"),
         (["head.0", "body.blocks.2"], 3, "not in the order"),
         (["embed"], 2, "leave a stage empty"),
     ):

@@ -75,7 +75,7 @@ def test_norms_of_heads_are_told_from_norms_over_all_heads():
         ({"head": "sideways"}, "'sideways' at head"),
         (
             {"layers.*.mlp": "moe_tp_experts"},
-            "'moe_tp_experts' at layers.*.mlp: but layers of experts cannot be split",
+            "'moe_tp_experts' at layers.*.mlp, but layers of experts cannot be split",
         ),
         ({"norm": "colwise"}, "norm, a RMSNorm"),
         ({"norm.weight": "colwise"}, "does not have: norm.weight"),
