@@ -48,6 +48,9 @@ IN_PAGES = (
     (r"\ball else\b", "everything else"),
     (r"\bin the place of\b", "instead of, or replace"),
     (r"\| what for\b", "purpose"),
+    (r"\boutside of\b", "outside"),
+    (r"\banother \w+ than\b", "a different one from, other than"),
+    (r"\bto the (last )?bit\b", "bit for bit"),
 )
 # In messages and help texts only.
 IN_MESSAGES = (
