@@ -225,7 +225,7 @@ def test_loops_as_scripts_write_them(tmp_path):
     ]
     assert losses[-1].numel() == 1
     # A script that may resume catches this.
-    with pytest.raises(ValueError, match="does not exist"):
+    with pytest.raises(ValueError, match="there is no folder"):
         accelerator.load_state(tmp_path / "none")
     assert accelerator.should_save_model == accelerator.is_main_process
     with accelerator.split_between_processes("a prompt") as prompt:

@@ -148,7 +148,7 @@ def test_an_error_on_one_rank_is_an_error_on_all(tmp_path):
     with pytest.raises(CheckpointError, match=r"rank 1: OSError: \[Errno 28\]"):
         save_run(bundle(model, optimizer, dataloaders=[Broken()]), first, process=state)
     assert verify(first) == before and only(tmp_path, "checkpoint_0")
-    with pytest.raises(CheckpointError, match="another folder"):
+    with pytest.raises(CheckpointError, match="a different folder"):
         save_run(run, tmp_path / f"mine_{rank}", process=state)
     assert only(tmp_path, "checkpoint_0")
 
@@ -164,7 +164,7 @@ def test_a_rank_that_does_not_call_is_named(late, tmp_path):
     if not waits:
         state.wait_for_everyone()
     options = Options(timeout=1.0) if waits else Options()
-    with pytest.raises(CheckpointError, match=f"rank {late} did not come"):
+    with pytest.raises(CheckpointError, match=f"rank {late} did not reach"):
         save_run(run, tmp_path / "lonely", process=state, options=options)
     if waits:
         state.wait_for_everyone()
