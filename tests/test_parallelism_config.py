@@ -109,7 +109,7 @@ def test_validation_shows_the_product():
 @pytest.mark.parametrize(
     "options, named",
     [
-        ({"tp_size": 0}, "tp_size must be at least 1"),
+        ({"tp_size": 0}, "tp_size must be an integer of at least 1"),
         ({"tp_size": "2"}, "tp_size='2'"),
         ({"cp_size": 2, "sp_size": 2}, "mutually exclusive"),
         ({"cp_size": 2, "cp_backend": "deepspeed"}, "cp_backend"),

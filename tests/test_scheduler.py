@@ -130,7 +130,7 @@ def test_a_schedule_that_ends_before_the_loop_is_reported_once(
     for loader.iteration in range(10):
         rates(optimizer, scheduler, [True] * -(-5 // processes))
     messages = [
-        record.getMessage() for record in caplog.records if "has ended" in record.getMessage()
+        record.getMessage() for record in caplog.records if "ended at step" in record.getMessage()
     ]
     assert len(messages) == told
     assert all(

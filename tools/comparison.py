@@ -346,7 +346,7 @@ def write() -> dict[Path, str]:
         "",
         "Other pages have the [figures of one H100](../benchmarks/results/2026-11-26-h100.md), and",
         "[what happens](../benchmarks/results/2026-11-28-failures.md) when a process is killed, hangs or",
-        "makes another call than the others ([earlier](../benchmarks/results/2026-11-25-failures.md)).",
+        "makes a different call from the others ([earlier](../benchmarks/results/2026-11-25-failures.md)).",
         "",
         "## Time relative to plain PyTorch",
         "",

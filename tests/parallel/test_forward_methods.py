@@ -144,7 +144,7 @@ def test_generates_on_four_ranks(name):
 @on_ranks(2)
 def test_what_is_not_registered_and_what_is_not_there():
     run = Accelerator(cpu=True, **LAYOUTS["fsdp2"]())
-    with pytest.raises(PrepareError, match=r"forward_methods has 'encod', and Net .*encode"):
+    with pytest.raises(PrepareError, match=r"forward_methods has 'encod', but Net .*encode"):
         run.prepare(make()[0], forward_methods=["encod"])
     with pytest.raises(PrepareError, match="forward_methods has 'head'"):
         run.prepare(make()[0], forward_methods=["head"])

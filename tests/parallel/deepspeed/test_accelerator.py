@@ -197,11 +197,15 @@ def test_the_precision_is_the_files_and_what_contradicts_the_file_is_refused():
     assert accelerator.mixed_precision == "bf16"
     loader = DataLoader(data(0), batch_size=2)
     for options, objects, message in (
-        ({"gradient_accumulation_steps": 4}, 3, "gradient_accumulation_steps=4, the Accelerator 2"),
+        (
+            {"gradient_accumulation_steps": 4},
+            3,
+            "gradient_accumulation_steps=4, but Accelerator has 2",
+        ),
         (
             {"train_micro_batch_size_per_gpu": 3},
             3,
-            "train_micro_batch_size_per_gpu=3, the loaders have batches of 2",
+            "train_micro_batch_size_per_gpu=3, but the loaders have batches of 2",
         ),
         ({"train_batch_size": 7}, 3, "train_batch_size=7 vs arg"),
         ({}, 2, "requires you to pass at least one"),
