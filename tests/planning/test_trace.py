@@ -37,6 +37,11 @@ class Net(nn.Module):
         return self.blocks(x)
 
 
+class NetWithLoss(Net):
+    def forward(self, x):
+        return {"loss": super().forward(x).square().mean()}
+
+
 def training() -> trace.PlannedTraining:
     with torch.device("meta"):
         return trace.PlannedTraining(Net(), BATCH)
@@ -206,3 +211,18 @@ def test_a_causal_model_on_split_sequences():
         keys = layers * ranks * 2 * rows
         assert context[kind] == (number + layers, sent + keys), kind
     assert set(context) == set(heads)
+
+
+def test_a_rank_has_two_neighbouring_stages(monkeypatch):
+    monkeypatch.setattr(trace, "_LIMIT", 60)
+    with torch.device("meta"):
+        plan = trace.PlannedTraining(NetWithLoss(), BATCH)
+    names = {layout.name: layout for layout in layouts.candidates(2)}
+    steps = [
+        step for _, step in trace.trace_all(plan, [names["pp2+zbv"], names["pp2+interleaved"]])
+    ]
+    assert [step.failure for step in steps] == [None, None]
+    # Each rank has half of the model in both.
+    first, second = (sum(step.work[-1].flops.values()) for step in steps)
+    assert first == second
+    assert steps[0].memory[trace.WEIGHTS] == steps[1].memory[trace.WEIGHTS] > 0
