@@ -109,7 +109,9 @@ def test_the_files_are_complete(task, tmp_path, capsys):
     for name in ("PROJECT", "TITLE", "REQUIREMENTS"):
         assert all(name not in path.read_text() for path in folder.iterdir())
     assert subprocess.run(["bash", "-n", folder / "job.sbatch"], check=False).returncode == 0
-    assert "accelerate launch --config_file accelerate.yaml train.py" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "accelerate launch --config_file accelerate.yaml train.py" in printed
+    assert f"cd 'My {task}!'" in printed
 
 
 def test_nothing_is_overwritten(tmp_path, capsys):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
     launch_file.write(folder / CONFIG, configuration)
     messages.show(f"wrote {', '.join([*files, CONFIG])} in {folder}")
     if folder != Path("."):
-        print(f"cd {folder}")
+        print(f"cd {shlex.quote(str(folder))}")
     print(f'pip install -e ".[test]"\naccelerate launch --config_file {CONFIG} train.py')
 
 
@@ -97,12 +98,12 @@ def project(task: str, name: str) -> dict[str, str]:
         "REQUIREMENTS": '", "'.join(requirements),
     }
     files = {}
-    for path in sorted(path for path in paths if path.is_file()):
+    for path in filter(Path.is_file, paths):
         text = path.read_text(encoding="utf-8")
         for marker, value in texts.items():
             text = text.replace(marker, value)
         files[path.name] = text
-    return files
+    return dict(sorted(files.items()))
 
 
 def _check_absent(folder: Path) -> None:
