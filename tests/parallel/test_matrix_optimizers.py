@@ -15,7 +15,8 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate.config.precision import MasterWeightsKwargs
 from accelerate.core.errors import CheckpointError, PrepareError
-from accelerate.parallel.matrices import assign, register_matrix_optimizer, shared_step_of
+from accelerate.parallel.matrices import register_matrix_optimizer, shared_step_of
+from accelerate.parallel.matrix_owners import assign
 
 pytestmark = pytest.mark.usefixtures("float64")
 STEPS = 4

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traced steps against real ones: the peak that torch's own allocator counts, on one rank and on several."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from allocator import peak_of
@@ -8,6 +10,8 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.core.imports import is_torch_version
+from accelerate.parallel.gradients import local
+from accelerate.parallel.matrices import shared_step_of
 from accelerate.planning import layouts, trace
 from accelerate.planning.estimate import memory_interval
 from accelerate.planning.ledger import KINDS
@@ -47,9 +51,10 @@ def training() -> trace.PlannedTraining:
         return trace.PlannedTraining(Net(), BATCH)
 
 
-def traced(name: str, ranks: int) -> trace.Step:
+def traced(name: str, ranks: int, optimizer: str = "adamw") -> trace.Step:
     layout = {each.name: each for each in layouts.candidates(ranks)}[name]
-    ((_, step),) = trace.trace_all(training(), [layout])
+    planned = replace(training(), optimizer=optimizer)
+    ((_, step),) = trace.trace_all(planned, [layout])
     assert step.failure is None
     return step
 
@@ -124,6 +129,53 @@ def test_shards_send_and_keep_a_share():
     assert step.memory["optimizer"] == 4 * parameters + 4 * 16
     scattered = step.work[1].messages["reduce-scatter", 2]
     assert scattered == (4, 4 * parameters)
+
+
+def trained_with_muon(variables: dict, batch: BatchShape) -> tuple[int, int, int]:
+    """(bytes of the optimizers' state, messages to and from owners, their bytes) of a step on this rank."""
+    from accelerate.core import env
+
+    env.publish(variables)
+    accelerator = Accelerator(cpu=True)
+    planned = trace.PlannedTraining(Net(), batch, optimizer="muon")
+    optimizers = trace._optimizers_of(planned, planned.model)
+    model, muon, adam = accelerator.prepare(planned.model, *optimizers)
+    sizes = []
+    exchange = torch.distributed.all_to_all_single
+
+    def counted(received, sent, *args, **kwargs):
+        sizes.append(max(received.nbytes, sent.nbytes))
+        return exchange(received, sent, *args, **kwargs)
+
+    torch.distributed.all_to_all_single = counted
+    accelerator.backward(loss_of(model(**fake_batch(model, batch))))
+    muon.step()
+    adam.step()
+    states = [*muon.state.values(), *adam.state.values()]
+    shared = shared_step_of(muon.optimizer)
+    if shared is not None:
+        states += [matrix.state for matrix in shared.matrices()]
+    values = [value for state in states for value in state.values()]
+    total = sum(local(value).nbytes for value in values if isinstance(value, torch.Tensor))
+    return total, len(sizes), sum(sizes)
+
+
+def test_muon_is_shared_where_parameters_are_sharded(ranks):
+    """The state of a rank, and the messages of a step, are those of a real run."""
+    for name in ("ddp", "fsdp", "tp2"):
+        step = traced(name, 2, "muon")
+        layout = {each.name: each for each in layouts.candidates(2)}[name]
+        variables = trace.launch_variables(training().configuration(layout))
+        found = ranks(2).run(trained_with_muon, variables, BATCH.of_rank(layout))
+        states, messages, sizes = zip(*found, strict=True)
+        # Also counters of AdamW, which has none of Muon.
+        assert step.memory["optimizer"] == max(states), name
+        sent = step.work[1].messages.get(("all-to-all", 2), (0, 0))
+        assert sent == (max(messages), max(sizes)), name
+    # Each product of the iterations is computed once, by the owner of its matrix.
+    flops = [sum(traced(name, 2, "muon").work[1].flops.values()) for name in ("ddp", "fsdp")]
+    plain = [sum(traced(name, 2).work[1].flops.values()) for name in ("ddp", "fsdp")]
+    assert flops[1] - plain[1] == (flops[0] - plain[0]) / 2
 
 
 class NeedsData(Net):

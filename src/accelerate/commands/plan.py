@@ -82,7 +82,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--optimizer",
         default="adamw",
-        help="One of adamw (the default), adam, sgd, momentum, adagrad and rmsprop.",
+        help="One of adamw (the default), adam, sgd, momentum, adagrad, rmsprop and muon. With muon, AdamW trains "
+        "embeddings and all that is not a matrix.",
     )
     made.add_argument(
         "--machine",

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers of entire matrices, whose work is shared: each matrix has one owner among the ranks that have it.
 
-In a step, gradients travel to the owners in one message, each owner runs the user's optimizer on its matrices, and the
-results travel back in another message. The state of a matrix stays with its owner. To be saved and loaded, it is laid
-out as the parameters are (`laid_out`).
+A step (`SharedStep.run`):
+
+1. Each matrix has an owner, and the owner has its state (`plan`).
+2. Values and gradients travel to the owners, in one message (`_enter`).
+3. Each owner runs the user's optimizer on its matrices, in place of the parameters in the optimizer's groups.
+4. The results travel to all ranks, in another message (`_leave`). The state of a matrix stays with its owner.
+
+To be saved and loaded, the state is laid out as the parameters are (`laid_out`). `matrix_owners.py` has the messages.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import heapq
 import inspect
 import itertools
 import math
@@ -28,10 +31,9 @@ from ..runtime.agreement import Agreement
 from ..runtime.passing import others_went_on
 from ..state import PartialState
 from ..torch_internals.optimizer_step import replace_step_below_hooks
+from .matrix_owners import Matrix, Owners, Piece, local_of
 
 Shapes = Callable[[torch.Tensor, dict[str, Any]], Sequence[int] | None]
-# By dimension: the (first, one behind the last) indices of a rank's shard. Packed shards have several such ranges.
-Place = tuple[tuple[tuple[int, int], ...], ...]
 
 _REGISTERED: dict[Any, Shapes | None] = {torch.optim.Muon: None}
 # Classes whose state replicas give to owners. Without this, each replica has all of it, and one may save it alone.
@@ -147,358 +149,6 @@ def _shape_of(
     return shape
 
 
-def assign(costs: Sequence[float], ranks: int) -> list[int]:
-    """The owner of each matrix: the most expensive first, each to the rank that has the least work."""
-    loads = [(0.0, rank) for rank in range(ranks)]
-    owners = [0] * len(costs)
-    for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
-        load, owners[number] = heapq.heappop(loads)
-        heapq.heappush(loads, (load + costs[number], owners[number]))
-    return owners
-
-
-class Matrix:
-    """What an owner updates at once: rows of a parameter.
-
-    Args:
-        position: of the parameter among those of the optimizer.
-        number: of the matrix in its parameter.
-        rows: of the parameter's first dimension: the first one, and the one behind the last.
-        shape: as the optimizer sees it.
-        parameter: the parameter.
-    """
-
-    def __init__(
-        self,
-        position: int,
-        number: int,
-        rows: tuple[int, int],
-        shape: tuple[int, ...],
-        parameter: Any,
-    ) -> None:
-        self.position = position
-        self.number = number
-        self.rows = rows
-        self.shape = shape
-        self.block: tuple[int, ...] = (rows[1] - rows[0], *parameter.shape[1:])
-        shorter, longer = sorted((shape[0], math.prod(shape[1:])))
-        self.cost: float = float(shorter) ** 2 * longer
-        self.owner: int = 0
-        # By rank: its part of the matrix. Other ranks than the owner keep their own alone.
-        self.parts: dict[int, Place] = {}
-        # The rows of this rank's shard that belong to it.
-        self.local_rows: slice = slice(0)
-        # The ranks whose parts are together the matrix.
-        self.sources: list[int] = []
-        # What the optimizer of the owner steps. Between steps it has no memory.
-        # An offloaded shard is not where messages about it are sent from.
-        device = parameter.device
-        if hasattr(parameter, "device_mesh"):
-            device = torch.device(parameter.device_mesh.device_type)
-        self.stepped: nn.Parameter = nn.Parameter(
-            torch.empty(0, dtype=parameter.dtype, device=device)
-        )
-        self.state: dict[Any, Any] = {}
-
-    def empty(self, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor without elements, on the device of the matrix."""
-        return self.stepped.data.new_empty(0, dtype=dtype)
-
-    def place(self, owner: int, places: Sequence[Place], rank: int) -> None:
-        """Set the owner; `places` are the shards of the parameter by rank, `rank` is this one."""
-        self.owner = owner
-        seen = set()
-        for distance in range(len(places)):
-            other = (owner + distance) % len(places)
-            part, local_rows = _within(places[other], self.rows)
-            if other == rank:
-                self.local_rows = local_rows
-            if rank in (other, owner):
-                self.parts[other] = part
-            if part not in seen and _numel(part):
-                seen.add(part)
-                self.sources.append(other)
-
-
-def _within(place: Place, rows: tuple[int, int]) -> tuple[Place, slice]:
-    """(the part of a shard within some rows, counted from these, and its rows in the shard)."""
-    first, last = rows
-    ranges = []
-    before = count = 0
-    for start, stop in place[0]:
-        before += max(0, min(stop, first) - start)
-        start, stop = max(start, first), min(stop, last)
-        if start < stop:
-            ranges.append((start - first, stop - first))
-            count += stop - start
-    return (tuple(ranges), *place[1:]), slice(before, before + count)
-
-
-def _numel(place: Place) -> int:
-    return math.prod(sum(stop - start for start, stop in ranges) for ranges in place)
-
-
-def _index(place: Place, device: torch.device) -> tuple[Any, ...]:
-    """What indexes a part of a matrix."""
-    if all(len(ranges) <= 1 for ranges in place):
-        return tuple(slice(*ranges[0]) if ranges else slice(0) for ranges in place)
-    axes = []
-    for ranges in place:
-        axes.append(torch.cat([torch.arange(*pair, device=device) for pair in ranges]))
-    return tuple(torch.meshgrid(*axes, indexing="ij"))
-
-
-def _place_of(parameter: Any) -> Place:
-    """Where this rank's shard of a parameter lies in it."""
-    if not hasattr(parameter, "device_mesh"):
-        return tuple(((0, size),) for size in parameter.shape)
-    # Imports DTensor.
-    from .materialize import local_shard
-
-    place: list[tuple[tuple[int, int], ...]] = []
-    for dimension, size in enumerate(parameter.shape):
-        numbers = torch.arange(size, device=parameter.device_mesh.device_type)
-        sizes = [1] * parameter.ndim
-        sizes[dimension] = size
-        shard = local_shard(numbers.view(sizes).expand(parameter.shape), parameter)
-        if not shard.numel():
-            return tuple(() for _ in parameter.shape)
-        indices = shard.transpose(0, dimension).reshape(shard.shape[dimension], -1)[:, 0]
-        gaps = (indices.diff() != 1).nonzero().flatten() + 1
-        runs = indices.tensor_split(gaps.cpu())
-        place.append(tuple((int(run[0]), int(run[-1]) + 1) for run in runs))
-    return tuple(place)
-
-
-def _local(value: Any, parameter: Any) -> torch.Tensor:
-    """This rank's shard of a value, which is laid out as a parameter, or entire."""
-    if hasattr(value, "device_mesh"):
-        if value.placements != parameter.placements:
-            value = value.redistribute(placements=parameter.placements)
-        value = value.to_local()
-    elif hasattr(parameter, "device_mesh"):
-        # Imports DTensor.
-        from .materialize import local_shard
-
-        value = local_shard(value, parameter)
-    local: torch.Tensor = value
-    return local
-
-
-class Owners:
-    """Matrices of one dtype that the same ranks have.
-
-    Args:
-        group: these ranks; None for this process alone.
-        matrices: on all of them in the same order.
-        parameters: those of the optimizer.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        matrices: list[Matrix],
-        parameters: Sequence[torch.Tensor],
-    ) -> None:
-        self.group = group
-        self.matrices = matrices
-        self.rank: int = 0
-        self.size: int = 1
-        if group is not None:
-            self.rank = group.rank()
-            self.size = group.size()
-        # The number of matrices of each parameter, by its position.
-        self.counts: Mapping[int, int] = collections.Counter(matrix.position for matrix in matrices)
-        places = {position: _place_of(parameters[position]) for position in self.counts}
-        places_of_ranks = [places] * self.size
-        if any(hasattr(parameters[position], "device_mesh") for position in places):
-            places_of_ranks = self._from_all(places)
-        owners = assign([matrix.cost for matrix in matrices], self.size)
-        for matrix, owner in zip(matrices, owners, strict=True):
-            places_of_matrix = [row[matrix.position] for row in places_of_ranks]
-            matrix.place(owner, places_of_matrix, self.rank)
-        # Whether an owner needs what it does not have.
-        self.gathers: bool = any(matrix.sources != [matrix.owner] for matrix in matrices)
-
-    def _from_all(self, value: Any) -> list[Any]:
-        values = [value] * self.size
-        if self.group is not None:
-            dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def _exchange(
-        self,
-        transfers: Sequence[tuple[int, int, Any, int]],
-        empty: torch.Tensor,
-    ) -> list[Iterator[torch.Tensor]]:
-        """Send pieces in one message; returns those that came from each rank.
-
-        Args:
-            transfers: (sender, receiver, piece on the sender, its number of elements), of this rank's at least.
-            empty: of the dtype of the pieces, on the device that sends.
-        """
-        outgoing: list[list[torch.Tensor]] = [[] for _ in range(self.size)]
-        expected: list[list[int]] = [[] for _ in range(self.size)]
-        for sender, receiver, piece, size in transfers:
-            if sender == self.rank:
-                outgoing[receiver].append(piece.reshape(-1).to(empty.device))
-            if receiver == self.rank:
-                expected[sender].append(size)
-        sent = torch.cat([empty, *itertools.chain.from_iterable(outgoing)])
-        sent_sizes = [sum(map(torch.numel, row)) for row in outgoing]
-        received_sizes = list(map(sum, expected))
-        received = sent
-        if self.group is not None:
-            received = sent.new_empty(sum(received_sizes))
-            dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self.group)
-        arrived = []
-        for row, sizes in zip(received.split(received_sizes), expected, strict=True):
-            arrived.append(iter(row.split(sizes)))
-        return arrived
-
-    def to_owners(
-        self,
-        pieces: Sequence[tuple[Matrix, torch.Tensor]],
-    ) -> list[tuple[Matrix, torch.Tensor]]:
-        """(matrix, its value) of the matrices that this rank owns.
-
-        Args:
-            pieces: matrices, with this rank's shards of their parameters, all of one dtype.
-        """
-        if not self.gathers:
-            values = []
-            for matrix, shard in pieces:
-                if self.rank == matrix.owner:
-                    values.append((matrix, shard[matrix.local_rows].reshape(matrix.shape)))
-            return values
-        if not pieces:
-            return []
-        transfers = []
-        for matrix, shard in pieces:
-            for sender in matrix.sources:
-                if self.rank in (sender, matrix.owner):
-                    size = _numel(matrix.parts[sender])
-                    transfers.append((sender, matrix.owner, shard[matrix.local_rows], size))
-        matrix, shard = pieces[0]
-        arrived = self._exchange(transfers, matrix.empty(shard.dtype))
-        values = []
-        for matrix, shard in pieces:
-            if self.rank != matrix.owner:
-                continue
-            block = matrix.empty(shard.dtype).new_empty(matrix.block)
-            for sender in matrix.sources:
-                index = _index(matrix.parts[sender], block.device)
-                block[index] = next(arrived[sender]).view(block[index].shape)
-            values.append((matrix, block.view(matrix.shape)))
-        return values
-
-    def from_owners(
-        self,
-        pieces: Sequence[tuple[Matrix, Any, torch.Tensor]],
-    ) -> None:
-        """Write values of matrices to each rank's shards.
-
-        Args:
-            pieces: matrices, with their values on the owners, and this rank's shards of their parameters, which all
-                have one dtype.
-        """
-        if not pieces:
-            return
-        transfers = []
-        for matrix, value, _ in pieces:
-            for receiver, part in matrix.parts.items():
-                piece = None
-                if self.rank == matrix.owner:
-                    block = value.reshape(matrix.block)
-                    piece = block[_index(part, block.device)]
-                transfers.append((matrix.owner, receiver, piece, _numel(part)))
-        matrix, _, shard = pieces[0]
-        arrived = self._exchange(transfers, matrix.empty(shard.dtype))
-        for matrix, _, shard in pieces:
-            rows = shard[matrix.local_rows]
-            rows.copy_(next(arrived[matrix.owner]).view(rows.shape))
-
-    # -- state
-
-    def take_over(self, optimizer: Any, parameters: Sequence[torch.Tensor]) -> None:
-        """Move state that an optimizer has of the parameters, since it was loaded, to the owners."""
-        loaded: dict[int, dict[Any, Any]] = {}
-        for position in self.counts:
-            entry = optimizer.state.pop(parameters[position], None)
-            if entry:
-                loaded[position] = entry
-        moved: dict[tuple[Any, torch.dtype], list[tuple[Matrix, torch.Tensor]]] = {}
-        for matrix in self.matrices:
-            if matrix.position not in loaded:
-                continue
-            parameter = parameters[matrix.position]
-            matrix.state = {}
-            for key, value in loaded[matrix.position].items():
-                has_elements = isinstance(value, torch.Tensor) and value.ndim > 0
-                if has_elements and value.shape == parameter.shape:
-                    pieces = moved.setdefault((key, value.dtype), [])
-                    pieces.append((matrix, _local(value, parameter)))
-                elif self.rank == matrix.owner:
-                    if has_elements and self.counts[matrix.position] > 1:
-                        value = value[matrix.number]
-                    if isinstance(value, torch.Tensor):
-                        value = value.clone()
-                    matrix.state[key] = value
-        for kind in sorted(moved, key=str):
-            for matrix, value in self.to_owners(moved[kind]):
-                matrix.state[kind[0]] = value.clone()
-
-    def lay_out(self, parameters: Sequence[torch.Tensor]) -> dict[int, dict[Any, Any]]:
-        """{position of a parameter: its state}, as a rank has it that steps all of its shards. All ranks call it."""
-        described: dict[int, dict[Any, Any]] = {}
-        for number, matrix in enumerate(self.matrices):
-            for key, value in matrix.state.items():
-                if isinstance(value, torch.Tensor):
-                    if value.ndim and value.shape == matrix.shape:
-                        value = value.dtype
-                    else:
-                        value = value.cpu()
-                described.setdefault(number, {})[key] = value
-        for row in self._from_all(described):
-            described.update(row)
-        states: dict[int, dict[Any, Any]] = {}
-        moved: dict[tuple[Any, torch.dtype], list[tuple[Matrix, Any, torch.Tensor]]] = {}
-        for number, matrix in enumerate(self.matrices):
-            parameter = parameters[matrix.position]
-            for key, value in described.get(number, {}).items():
-                state = states.setdefault(matrix.position, {})
-                if not isinstance(value, torch.dtype):
-                    state.setdefault(key, []).append(value)
-                    continue
-                if key not in state:
-                    state[key] = torch.zeros_like(_local(parameter, parameter), dtype=value)
-                piece = matrix, matrix.state.get(key), state[key]
-                moved.setdefault((key, value), []).append(piece)
-        for kind in sorted(moved, key=str):
-            self.from_owners(moved[kind])
-        for position, state in states.items():
-            for key, value in state.items():
-                state[key] = _joined(value, parameters[position])
-        return states
-
-
-def _joined(value: Any, parameter: Any) -> Any:
-    """An entry of the state of a parameter: a shard, or the values of its matrices."""
-    if isinstance(value, torch.Tensor):
-        if not hasattr(parameter, "device_mesh"):
-            return value
-        # Imports DTensor.
-        from ..torch_internals.dtensor import as_dtensor
-
-        return as_dtensor(value, parameter)
-    first = value[0]
-    if not isinstance(first, torch.Tensor) or not first.ndim:
-        return first
-    if len(value) > 1:
-        first = torch.stack(value)
-    return first.to(parameter.device)
-
-
 class SharedStep:
     """The step of one optimizer, shared between ranks.
 
@@ -609,20 +259,22 @@ class SharedStep:
         """Bring values and gradients to the owners; returns what this rank steps instead of each parameter."""
         stepped: dict[int, list[nn.Parameter]] = {}
         for owners in self.owners:
-            values: list[tuple[Matrix, torch.Tensor]] = []
-            gradients: list[tuple[Matrix, torch.Tensor]] = []
+            values: list[Piece] = []
+            gradients: list[Piece] = []
             for matrix in owners.matrices:
                 stepped.setdefault(matrix.position, [])
                 parameter = parameters[matrix.position]
                 if parameter.grad is not None:
-                    values.append((matrix, _local(parameter.detach(), parameter)))
-                    gradients.append((matrix, _local(parameter.grad, parameter)))
+                    values.append((matrix, local_of(parameter.detach(), parameter)))
+                    gradients.append((matrix, local_of(parameter.grad, parameter)))
+            # The owner's values come first, then their gradients.
             arrived = owners.to_owners(values + gradients)
             half = len(arrived) // 2
-            for (matrix, value), (_, gradient) in zip(arrived[:half], arrived[half:], strict=True):
+            for matrix, value in arrived[:half]:
                 matrix.stepped.data = value
-                matrix.stepped.grad = gradient
                 stepped[matrix.position].append(matrix.stepped)
+            for matrix, gradient in arrived[half:]:
+                matrix.stepped.grad = gradient
         return stepped
 
     def _leave(self, parameters: Sequence[Any]) -> None:
@@ -632,7 +284,7 @@ class SharedStep:
             for matrix in owners.matrices:
                 parameter = parameters[matrix.position]
                 if parameter.grad is not None:
-                    shard = _local(parameter.detach(), parameter)
+                    shard = local_of(parameter.detach(), parameter)
                     pieces.append((matrix, matrix.stepped.data, shard))
             owners.from_owners(pieces)
             for matrix in owners.matrices:
@@ -684,10 +336,10 @@ def share_step(
     """
     if _SHARED in optimizer.__dict__:
         return True
-    # A process group that sends nothing has nobody to share with.
-    if _registered_class(optimizer) is None or (
-        dist.is_initialized() and dist.get_backend() == "fake"
-    ):
+    if _registered_class(optimizer) is None:
+        return False
+    if dist.is_initialized() and dist.get_backend() == "fake" and not _is_traced(optimizer):
+        # Such a process group sends nothing: there is nobody to share with.
         return False
     check_matrices([optimizer])
     if replicas is not None and _registered_class(optimizer) not in _BY_REPLICAS:
@@ -715,6 +367,15 @@ def share_step(
         {_SHARED: shared, "state_dict": state_dict, "load_state_dict": load_state_dict}
     )
     return True
+
+
+def _is_traced(optimizer: Any) -> bool:
+    """Whether parameters have no values (`accelerate plan`)."""
+    # Imports the fake mode.
+    from ..torch_internals.tracing import is_fake
+
+    with torch.no_grad():
+        return any(is_fake(local_of(p, p)) for p in parameters_of(optimizer))
 
 
 def _meet(name: str) -> None:

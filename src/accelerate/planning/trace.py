@@ -31,6 +31,7 @@ from ..parallel.accumulated import AccumulatedGradients
 from ..parallel.adopted.strategy import Adopted
 from ..parallel.base import Strategy
 from ..parallel.context.attention import ContextAttention
+from ..parallel.matrices import shared_step_of
 from ..precision.base import Precision
 from ..run.first_step import FirstStepCheck
 from ..torch_internals import pipelining, tracing
@@ -46,6 +47,8 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "momentum": (torch.optim.SGD, {"momentum": 0.9}),
     "adagrad": (torch.optim.Adagrad, {}),
     "rmsprop": (torch.optim.RMSprop, {}),
+    # Beside Muon for the matrices.
+    "muon": (torch.optim.AdamW, {}),
 }
 # Of DDP, for models that are larger: the first bucket is smaller, to start earlier.
 _BUCKET = 25 << 20
@@ -247,11 +250,7 @@ def trace_step(
     peaks = list[dict[str, int]]()
     works = list[Work]()
     with blocks, mode, ledger:
-        optimizer_class, options = OPTIMIZERS[training.optimizer]
-        # torch's default is one operation for all parameters on an accelerator, with its temporary tensors.
-        options = {"foreach": training.device != "cpu", **options}
-        optimizer = optimizer_class(model.parameters(), lr=1e-3, **options)
-        model, optimizer = accelerator.prepare(model, optimizer)
+        model, *optimizers = accelerator.prepare(model, *_optimizers_of(training, model))
         ledger.label([*model.parameters(), *model.buffers()], WEIGHTS)
         for load in loads:
             routing.load = load
@@ -259,7 +258,7 @@ def trace_step(
             for _ in range(micro):
                 with ledger.fresh_work() as work:
                     inputs = fake_batch(model, batch)
-                    _batch(accelerator, model, optimizer, inputs, ledger)
+                    _batch(accelerator, model, optimizers, inputs, ledger)
                     works.append(work)
             peaks.append(ledger.peak(start, granularity))
     memory = peaks[1]
@@ -278,6 +277,32 @@ def trace_step(
         spread = (uneven - even) / (uneven + even)
         memory = {kind: (size + peaks[-1][kind]) // 2 for kind, size in memory.items()}
     return Step(memory, (first, last), uneven=spread)
+
+
+def _optimizers_of(training: PlannedTraining, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """The optimizer by its name. With Muon, matrices apart from embeddings have an optimizer of their own."""
+    kind, options = OPTIMIZERS[training.optimizer]
+    # torch's default is one operation for all parameters on an accelerator, with its temporary tensors.
+    options = {"lr": 1e-3, "foreach": training.device != "cpu", **options}
+    if training.optimizer != "muon":
+        return [kind(model.parameters(), **options)]
+    embeddings = set[int]()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            embeddings.add(id(module.weight))
+    matrices = []
+    others = []
+    for parameter in model.parameters():
+        if parameter.ndim == 2 and id(parameter) not in embeddings:
+            matrices.append(parameter)
+        else:
+            others.append(parameter)
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, lr=1e-3))
+    if others:
+        optimizers.append(kind(others, **options))
+    return optimizers
 
 
 def _accelerator_of(
@@ -319,7 +344,7 @@ def launch_variables(configuration: Mapping[str, Any]) -> dict[str, Any]:
 def _batch(
     accelerator: Accelerator,
     model: nn.Module,
-    optimizer: Any,
+    optimizers: Iterable[Any],
     batch: dict[str, Any],
     ledger: Ledger,
 ) -> None:
@@ -336,10 +361,14 @@ def _batch(
         del loss
         parameters = {id(parameter) for parameter in model.parameters()}
         ledger.label(AccumulatedGradients(model).of_parameters(parameters), GRADIENTS)
-        optimizer.step()
-        for state in optimizer.state.values():
-            ledger.label(leaves(state), OPTIMIZER)
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            states = list(optimizer.state.values())
+            shared = shared_step_of(optimizer.optimizer)
+            if shared is not None:
+                states += [matrix.state for matrix in shared.matrices()]
+            ledger.label(leaves(states), OPTIMIZER)
+            optimizer.zero_grad()
 
 
 def _failed(error: BaseException) -> Step:

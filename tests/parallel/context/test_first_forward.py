@@ -185,7 +185,7 @@ MODELS = {
 }
 NAMED = {
     "classification": "output of LlamaForSequenceClassification",
-    "eager": r"what model\.layers\.0\.self_attn \(LlamaAttention\) gives",
+    "eager": r"what model\.layers\.0\.self_attn \(LlamaAttention\) passes",
     "positions": r"roberta\.embeddings",
 }
 

@@ -88,7 +88,7 @@ def test_what_cannot_be_cut_is_refused() -> None:
     nested = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Linear(1, 1))
     with pytest.raises(PrepareError, match=r"0\.1, where Sequential cannot be cut.* 0, 1"):
         cut_model(nested, 2, ["0.1"])
-    with pytest.raises(PrepareError, match=r"has 4 blocks \(body\.blocks\.0.*\) and 5 stages"):
+    with pytest.raises(PrepareError, match=r"has 4 blocks \(body\.blocks\.0.*\) but 5 stages"):
         cut_model(Model(), 5)
 
 
