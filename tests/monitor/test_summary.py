@@ -130,7 +130,7 @@ def test_slow_ranks_of_one_machine_are_one_sentence(tmp_path):
     assert text.count("slow in") == 1
     assert re.search(r"Ranks 4-7 on node1 .*slow in 100% .*\(from 1 to 1,000\)", text)
     assert "wait 30 ms a step" in text
-    assert "temperature of node1, on which ranks 4-7 ran" in text
+    assert "temperature of node1, the machine of ranks 4-7" in text
 
 
 def test_one_slow_rank_of_256(tmp_path):

@@ -71,6 +71,8 @@ _COMPUTATION = ("forward", "backward", "optimizer")
 # The share of the time that a finding must cost to be the verdict, and that of computation.
 _LEAST_SHARE = 0.05
 _LEAST_COMPUTATION = 0.75
+# The share of evaluations, and of restarts, from which on there is something to try.
+_LEAST_BETWEEN_STEPS = 0.25
 _MOST_GROUPS = 3
 _LESS_MEMORY = (
     "Use smaller batches with gradient accumulation, or compare layouts with `accelerate plan`. "
@@ -178,11 +180,11 @@ def _findings(summary: Summary) -> list[Finding]:
             )
         share = period.lost / summary.duration
         findings.append(_finding(limit, share, period_sentence(period), next_step))
-    if summary.evaluating > 0.25 * summary.elapsed:
+    if summary.evaluating > _LEAST_BETWEEN_STEPS * summary.elapsed:
         share = summary.evaluating / summary.elapsed
         next_step = "Evaluate less often, on a part of the data, or with larger batches."
         findings.append(_finding("idle", share, evaluation_sentence(summary), next_step))
-    if summary.restarting > 0.1 * summary.elapsed:
+    if summary.restarting > _LEAST_BETWEEN_STEPS * summary.elapsed:
         share = summary.restarting / summary.elapsed
         next_step = "Find out why the run was restarted, and save more often: fewer steps are then repeated."
         findings.append(_finding("idle", share, restart_sentence(summary), next_step))
@@ -219,12 +221,13 @@ def _slow_ranks(summary: Summary, group: Sequence[Straggler]) -> Finding:
             "checkpoints."
         )
     elif slow.phase == "data":
-        next_step = f"Look at the storage that {ranks} read, and at the load of the CPU there."
+        reads = "reads" if len(group) == 1 else "read"
+        next_step = f"Look at the storage that {ranks} {reads}, and at the load of the CPU there."
     elif slow.phase == "other":
         next_step = f"Look at what only {ranks} did between steps: logging, printing, evaluation."
     else:
         machine = slow.host or "the machine"
-        next_step = f"Look at the load, clock and temperature of {machine}, on which {ranks} ran."
+        next_step = f"Look at the load, clock and temperature of {machine}, the machine of {ranks}."
     limits = "limits" if len(group) == 1 else "limit"
     headline = LIMITS["slow_rank"].format(ranks=f"{capitalized(ranks)} {limits}")
     share = slow.excess * slow.share / summary.seconds

@@ -365,8 +365,18 @@ function render() {
   if (full) draw();
 }
 
+// The last of the narrow cards fills its row.
+function arrange() {
+  const columns = getComputedStyle($("charts")).gridTemplateColumns.split(" ").length;
+  const narrow = [...$("charts").children].filter((box) => !box.classList.contains("wide"));
+  const free = (columns - narrow.length % columns) % columns;
+  for (const box of narrow) box.style.gridColumn = "";
+  if (free && narrow.length) narrow.at(-1).style.gridColumn = `span ${free + 1}`;
+}
+
 function draw() {
   if (!state.data) return;
+  arrange();
   for (const made of cards.values())
     if (made.draw) {
       made.chart.hover = state.hover;
@@ -508,7 +518,7 @@ function events() {
     if (message) rest.append(facts.length ? ": " : "", ...prose(message));
     if (event.path) {
       const where = event.file ? element("a", { href: embedded ? event.file : `file/${at}/${event.path.split("/").map(encodeURIComponent).join("/")}?${query({})}` }, event.path) : event.path;
-      rest.append(named ? "" : facts.length || message ? " – " : "", where);
+      rest.append(named ? "" : facts.length || message ? ": " : "", where);
     }
     return element("tr", {}, element("td", {}, new Date(event.time * 1000).toLocaleString()),
       element("td", {}, ...(several() ? [swatch(runColor(at))] : []), rankText(event.ranks, run.ranks.length)),
