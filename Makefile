@@ -107,9 +107,9 @@ test-sagemaker: $(SAGEMAKER_STAMP) $(SAGEMAKER_2_STAMP)  ## start jobs with Sage
 	SAGEMAKER_REQUIRED=1 OMP_NUM_THREADS=1 $(SAGEMAKER_VENV)/bin/python -m pytest -p no:xdist tests/launchers/test_sagemaker_clients.py $(PYTEST_ARGS)
 	SAGEMAKER_REQUIRED=1 OMP_NUM_THREADS=1 $(SAGEMAKER_2_VENV)/bin/python -m pytest -p no:xdist tests/launchers/test_sagemaker_clients.py $(PYTEST_ARGS)
 
-screenshots: docs  ## write pictures of the monitor, a report and the site to build/screenshots (needs Chromium)
+screenshots: docs  ## add pictures of all pages of the site, and of the monitor's tests (needs Chromium)
 	SCREENSHOTS=$(CURDIR)/build/screenshots $(BIN)/python -m pytest -p no:xdist tests/monitor/test_browser.py
-	$(BIN)/python tools/screenshots.py build/screenshots
+	$(DOCS_VENV)/bin/python tools/screenshots.py build/screenshots --all
 
 test-install: $(INSTALL_STAMP)  ## install the wheel and its clients in fresh environments; needs the package index
 	INSTALL_TESTS=1 OMP_NUM_THREADS=1 $(INSTALL_VENV)/bin/python -m pytest -p no:xdist tests/packaging $(PYTEST_ARGS)
@@ -151,11 +151,13 @@ gpu-check: $(STAMP)  ## run the checks that need a GPU; succeeds without one
 	$(BIN)/python benchmarks/gpu_check.py $(if $(wildcard $(PEER_STAMP)),--peer $(PEER_VENV)/bin/python)
 
 # A page that is absent, or a link that leads nowhere, is an error. All pages are written (-a): the search of pages that
-# sphinx 9.0 has not written again lacks their entries of the index.
-docs: $(DOCS_STAMP)  ## build the documentation site in build/site, and try it in Chromium if that is installed
+# sphinx 9.0 has not written again lacks their entries of the index. The pages of sources have no place for new links.
+docs: $(DOCS_STAMP)  ## build the site in build/site; with Chromium, test it and write pictures to build/screenshots
 	$(DOCS_VENV)/bin/python tools/reference.py --api
+	rm -rf build/site/_modules
 	$(DOCS_VENV)/bin/python -m sphinx -q -a -W --keep-going -c docs -d build/site-cache . build/site
 	SITE=build/site $(DOCS_VENV)/bin/python -m pytest -q --noconftest tests/test_site.py
+	$(DOCS_VENV)/bin/python tools/screenshots.py build/screenshots
 
 docs-serve: docs  ## serve the site at localhost (DOCS_PORT, 8000)
 	$(DOCS_VENV)/bin/python -m http.server --bind 127.0.0.1 --directory build/site $(DOCS_PORT)

@@ -3,9 +3,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from docutils import nodes
+from sphinx import addnodes
 
 import accelerate
 
@@ -114,6 +119,52 @@ def _classify(app: Any, tree: Any) -> None:
         metadata["orphan"] = True
 
 
+def _name_the_definition(app: Any, tree: Any) -> None:
+    """Give inherited methods the class that defines them: its source is then linked."""
+    for entry in tree.findall(addnodes.desc_signature):
+        if not entry.get("module"):
+            continue
+        first, *names = entry["fullname"].split(".")
+        definition: Any = getattr(import_module(entry["module"]), first, None)
+        for name in names:
+            definition = inspect.getattr_static(definition, name, None)
+        definition = getattr(definition, "fget", definition)
+        definition = inspect.unwrap(getattr(definition, "__func__", definition))
+        qualified_name = getattr(definition, "__qualname__", "<")
+        module = getattr(definition, "__module__", None) or ""
+        if "<" not in qualified_name and module.startswith("accelerate."):
+            entry["module"] = module
+            entry["fullname"] = qualified_name
+
+
+def _end_names_with_a_colon(app: Any, tree: Any, name: str) -> None:
+    """Write `name: text` in lists of parameters. A dash between them may be the last sign of a line on a phone."""
+    for text in list(tree.findall(nodes.Text)):
+        description = re.sub(r"^\s+(--|–)\s+", ": ", text)
+        if description != text:
+            text.parent.replace(text, nodes.Text(description))
+
+
+def _keep_short_names_together(app: Any, tree: Any, name: str) -> None:
+    """Mark code whose words fit a phone, or a column of its tables: none breaks there, not even behind a dash."""
+    in_tables = {
+        id(code) for cell in tree.findall(nodes.entry) for code in cell.findall(nodes.literal)
+    }
+    for literal in tree.findall(nodes.literal):
+        longest = max(map(len, literal.astext().split()), default=0)
+        most = 24 if id(literal) in in_tables else 40
+        if longest <= most:
+            literal["classes"].append("short")
+
+
+def _list_pages_once(
+    app: Any, page: str, template: str, context: dict[str, Any], tree: Any
+) -> None:
+    """Add a script to the page of the search."""
+    if page == "search":
+        app.add_js_file("search.js")
+
+
 def _write_start_page(app: Any, error: Exception | None) -> None:
     """Write the page at the root of the site, which leads to the index."""
     if error is None and app.builder.format == "html":
@@ -141,4 +192,10 @@ def setup(app: Any) -> None:
     app.connect("source-read", _drop_links_out_of_the_site)
     app.connect("source-read", _index_search_words)
     app.connect("doctree-read", _classify)
+    # Before `viewcode` looks for the sources. The modules are then those that define the names.
+    app.connect("viewcode-follow-imported", lambda app, module, name: module)
+    app.connect("doctree-read", _name_the_definition, priority=400)
+    app.connect("doctree-resolved", _end_names_with_a_colon)
+    app.connect("doctree-resolved", _keep_short_names_together)
+    app.connect("html-page-context", _list_pages_once)
     app.connect("build-finished", _write_start_page)

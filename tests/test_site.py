@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import http.server
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,23 +92,101 @@ def test_a_search_leads_to_the_guide(query: str, browser: Browser, url: str) -> 
         "[...document.querySelectorAll('#search-results li a')].map((link) => link.href)"
     )
     pages = [link.removeprefix(url).partition("?")[0].partition("#")[0] for link in links]
+    assert len(pages) == len(set(pages))
     assert pages and pages[0] in SEARCHES[query], pages[:3]
     assert not {
         page for page in pages if page.startswith(("benchmarks", "CHANGELOG", "CONTRIBUTING"))
     }
 
 
-def test_no_page_is_wider_than_a_phone(browser: Browser, url: str) -> None:
+def pages_to_look_at() -> list[str]:
+    """All pages, and of those with source code the longest."""
+    pages = sorted(Path(SITE).rglob("*.html"))
+    sources = [page for page in pages if "_modules" in page.parts]
+    longest = max(sources, key=lambda page: page.stat().st_size)
+    kept = [page for page in pages if page not in sources or page == longest]
+    names = [str(page.relative_to(SITE)) for page in kept]
+    names.remove("index.html")
+    return names
+
+
+def open_page(browser: Browser, url: str) -> None:
+    browser.open(url)
+    browser.wait(f"location.href === {url!r} && document.readyState === 'complete'")
+
+
+# Dashes, and the dashes of a flag, with which a line ends although text follows.
+LONE_DASHES = """(() => {
+  const found = [], range = document.createRange();
+  const walker = document.createTreeWalker(document.querySelector('article'), NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const node = walker.currentNode;
+    if (node.parentElement.closest('pre, table') || !/[-\u2013\u2014]/.test(node.data)) continue;
+    for (const { index, 0: text } of node.data.matchAll(/(?<!\\S)[-\u2013\u2014]+(?!>)\\s*(?=\\S)/g)) {
+      const tops = [index, index + text.length].map((at) => {
+        range.setStart(node, at);
+        range.setEnd(node, at + 1);
+        return range.getBoundingClientRect().top;
+      });
+      if (Math.abs(tops[0] - tops[1]) > 4) found.push(node.data.slice(Math.max(0, index - 20), index + 20));
+    }
+  }
+  return found;
+})()"""
+
+
+def test_pages_fit_a_phone_in_both_themes(browser: Browser, url: str) -> None:
     browser.size(390, 844, mobile=True)
-    wide = {}
-    for page in sorted(Path(SITE).rglob("*.html")):
-        name = str(page.relative_to(SITE))
-        if name == "index.html" or "class=" not in page.read_text():
-            continue
-        browser.open("about:blank")
-        browser.open(url + name)
-        browser.wait(f"location.href === {url + name!r} && document.readyState === 'complete'")
-        width = browser.evaluate("document.documentElement.scrollWidth")
-        if width > 390:
-            wide[name] = width
-    assert wide == {}
+    wide, dashes = {}, {}
+    for name in pages_to_look_at():
+        open_page(browser, url + name)
+        for is_dark in (False, True):
+            browser.dark(is_dark)
+            width = browser.evaluate("document.documentElement.scrollWidth")
+            if width > 390:
+                wide[name] = width
+        lone_dashes = browser.evaluate(LONE_DASHES)
+        if lone_dashes:
+            dashes[name] = lone_dashes
+    assert wide == {} and dashes == {}
+
+
+def test_the_contents_are_at_the_right_side(browser: Browser, url: str) -> None:
+    browser.dark(False)
+    for width in (1280, 1360, 1600):
+        browser.size(width, 900)
+        for name in ("docs/checkpoints.html", "docs/reference/api/accelerator.html"):
+            open_page(browser, url + name)
+            left, right, article = browser.evaluate(
+                "(() => { const box = document.querySelector('.toc-drawer').getBoundingClientRect();"
+                "return [box.left, box.right, document.querySelector('article').getBoundingClientRect().right]; })()"
+            )
+            assert article <= left < right <= width + 1
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+            tables = browser.evaluate(
+                "[...document.querySelectorAll('article > section table')].map("
+                "(table) => Math.round(table.getBoundingClientRect().left))"
+            )
+            assert len(set(tables)) <= 1
+
+
+def test_each_name_of_the_reference_leads_to_its_source() -> None:
+    texts: dict[Path, str] = {}
+    links, without = 0, 0
+    for page in Path(SITE, "docs/reference/api").glob("*.html"):
+        text = page.read_text()
+        for kind in ("function", "class", "method", "property"):
+            for entry in re.findall(rf'<dl class="py {kind}">\s*<dt.*?</dt>', text, re.S):
+                link = re.search(
+                    r'href="([^"]*_modules/[^"#]*)#([^"]*)"><span class="viewcode', entry
+                )
+                if link is None:
+                    # It is a method of torch, or a function that another function has made.
+                    without += 1
+                    continue
+                source = (page.parent / link[1]).resolve()
+                if source not in texts:
+                    texts[source] = source.read_text()
+                assert f'id="{link[2]}"' in texts[source]
+                links += 1
+    assert links > 800 and without < 0.1 * links

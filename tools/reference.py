@@ -184,7 +184,7 @@ def launch_options() -> str:
         rows = [
             (
                 "<br>".join(code(flag) for flag in row.spellings if "-" not in flag.lstrip("-")),
-                "<br>".join(filter(None, (code(row.file_key) or "—", code(row.variable)))),
+                "<br>".join(filter(None, (code(row.file_key), code(row.variable)))),
                 f"{_meaning(row)} Default: {_default(row)}." if _default(row) else _meaning(row),
             )
             for row in group.options
