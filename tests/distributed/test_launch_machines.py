@@ -86,7 +86,7 @@ def test_a_failure_on_one_machine_stops_both(machines, meeting):
 @pytest.mark.parametrize(
     ("first", "second", "told"),
     [
-        (["--num_processes", "2"], ["--num_processes", "4"], "has --num_processes 4, machine 0"),
+        (["--num_processes", "2"], ["--num_processes", "4"], "has --num_processes 4, but machine 0"),
         (["--num_processes", "2"], ["--num_processes", "3", "--num_machines", "3"], "has --num_machines 3"),
         (*(["--num_processes", "3", "--num_machines", "3"],) * 2, "two machines"),
     ],

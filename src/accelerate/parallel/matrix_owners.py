@@ -146,7 +146,8 @@ def region_of(parameter: Any, mesh: Any = None) -> Region:
     for dimension, size in enumerate(parameter.shape):
         sizes = [1] * parameter.ndim
         sizes[dimension] = size
-        numbers = torch.arange(size, device=mesh.device_type).view(sizes).expand(parameter.shape)
+        numbers = torch.arange(size, device=mesh.device_type)
+        numbers = numbers.view(sizes).expand(parameter.shape)
         laid_out = distribute_tensor(numbers, mesh, parameter.placements, src_data_rank=None)
         shard = laid_out.to_local()
         if not shard.numel():
@@ -285,18 +286,22 @@ class Owners:
                 pieces[transfer.receiver].append(piece.reshape(-1).to(empty.device))
             if transfer.receiver == self.rank:
                 targets[transfer.sender].append((transfer.target, transfer.target_part))
-        sent = torch.cat([empty, *itertools.chain.from_iterable(pieces)])
         sent_sizes = []
         received_sizes = []
         for rank in range(self.size):
-            sent_sizes.append(sum(piece.numel() for piece in pieces[rank]))
-            received_sizes.append(sum(target[part].numel() for target, part in targets[rank]))
+            sent_size = sum(piece.numel() for piece in pieces[rank])
+            received_size = sum(target[part].numel() for target, part in targets[rank])
+            sent_sizes.append(sent_size)
+            received_sizes.append(received_size)
+        all_pieces = itertools.chain.from_iterable(pieces)
+        sent = torch.cat([empty, *all_pieces])
         received = sent
         if self.group is not None:
             received = sent.new_empty(sum(received_sizes))
             dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=self.group)
+        all_targets = itertools.chain.from_iterable(targets)
         start = 0
-        for target, part in itertools.chain.from_iterable(targets):
+        for target, part in all_targets:
             shape = target[part].shape
             stop = start + shape.numel()
             target[part] = received[start:stop].view(shape)
@@ -383,16 +388,19 @@ class Owners:
             entries.update(row)
         states: dict[int, dict[Any, Any]] = collections.defaultdict(dict)
         values: dict[Kind, list[tuple[Matrix, Any, torch.Tensor]]] = collections.defaultdict(list)
-        for number, matrix in enumerate(self.matrices):
+        for number in sorted(entries):
+            matrix = self.matrices[number]
             parameter = parameters[matrix.position]
-            for key, entry in entries.get(number, {}).items():
-                state = states[matrix.position]
+            state = states[matrix.position]
+            for key, entry in entries[number].items():
                 if not isinstance(entry, torch.dtype):
                     state.setdefault(key, []).append(entry)
                     continue
                 if key not in state:
-                    state[key] = torch.zeros_like(local_of(parameter, parameter), dtype=entry)
-                values[key, entry].append((matrix, matrix.state.get(key), state[key]))
+                    shard = local_of(parameter, parameter)
+                    state[key] = torch.zeros_like(shard, dtype=entry)
+                value = matrix.state.get(key)
+                values[key, entry].append((matrix, value, state[key]))
         for kind in sorted(values, key=str):
             self.from_owners(values[kind])
         for position, state in states.items():
