@@ -24,7 +24,7 @@ OPTIONAL = {
 }  # fmt: skip
 # What other packages print: torchao, bitsandbytes, peft, transformers, torch's profiler, torchrun; a progress bar.
 FOREIGN = re.compile(
-    r"Failed to load |W\d{4} .*(register_constant|OMP_NUM_THREADS|\*{9})|USDT:|"
+    r"Failed to load |W\d{4} .*(register_constant|distributed/run\.py)|USDT:|"
     r"((Writing|Loading|Generating) [a-z ]+: .*)?$|map_dataset: +\d+%|"
     r".*`(is_gradient_checkpointing|gradient_checkpointing_enable)` is deprecated|  warnings.warn\("
 )
