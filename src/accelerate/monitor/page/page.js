@@ -440,13 +440,13 @@ function overview() {
     $("runs").replaceChildren(element("div", { className: "tiles" },
       tile("Step", FORMATS.step(run.last)),
       ...(hasValues(run.curves.loss.mean) ? [tile("Loss", compact(last(run.curves.loss.mean)))] : []),
-      ...(run.summary.seconds ? [tile("Step time, mean", FORMATS.seconds(run.summary.seconds))] : []),
+      ...(run.summary.seconds ? [tile("Mean step", FORMATS.seconds(run.summary.seconds))] : []),
       ...(run.summary.throughput ? [tile(`${run.unit} / s`, compact(run.summary.throughput, 3))] : []),
       ...(run.summary.utilization ? [tile("Utilization (MFU)", `${(run.summary.utilization * 100).toFixed(1)}%`)] : []),
       ...(run.summary.goodput ? [tile("Goodput", goodputText(run))] : []),
       ...(run.summary.memory.device ? [tile("Device memory", FORMATS.bytes(run.summary.memory.device))]
         : run.summary.memory.host ? [tile("Host memory", FORMATS.bytes(run.summary.memory.host))] : []),
-      ...(run.ranks.length > 1 ? [tile(`Slow, of ${run.ranks.length} ranks`, slowText(run), slow ? "slow" : "")] : []),
+      ...(run.ranks.length > 1 ? [tile("Slow ranks", slowText(run), slow ? "slow" : "")] : []),
       ...(run.summary.skipped ? [tile("Skipped steps", FORMATS.step(run.summary.skipped))] : [])));
     return;
   }
