@@ -9,7 +9,7 @@ from rank_pool import on_ranks
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.core.errors import AccelerateError
+from accelerate.core.errors import AccelerateError, ConfigurationError
 from accelerate.utils import FullyShardedDataParallelPlugin
 
 EPOCHS = 3
@@ -273,6 +273,14 @@ def test_batches_of_other_weights_in_one_loss(nproc):
             with pytest.raises(AccelerateError, match=r"4, 2 samples.*num_items"):
                 accelerator.backward(sum(losses))
     assert number == 2
+
+
+def test_a_number_of_items_for_each_row_is_refused_with_its_shape():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    loss = model(torch.ones(3, 2)).mean()
+    with pytest.raises(ConfigurationError, match=r"num_items.*\[3\]"):
+        accelerator.backward(loss, num_items=torch.ones(3))
 
 
 def test_samples_that_collate_leaves_out(caplog):

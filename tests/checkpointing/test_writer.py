@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from accelerate.checkpointing import (
     saving,
     verify,
 )
+from accelerate.checkpointing import writer as writers
 from accelerate.core.errors import CheckpointError, ConfigurationError
 
 
@@ -60,17 +62,40 @@ def test_the_state_is_that_of_the_call_whatever_trains_on(
     assert all(state["step"] == 1 for state in other.optimizer.state.values())
 
 
-def test_the_host_buffer_is_used_again_and_a_second_save_waits(tmp_path, small_run, process):
+def test_the_host_buffer_is_used_again_and_a_second_save_waits(
+    tmp_path, small_run, process, caplog
+):
     run = small_run()
     run.step()
     writer = Writer()
     save_run(run.bundle(progress={"step": 1}), tmp_path / "a", process=process, writer=writer)
     place = writer._buffer.data_ptr()
     save_run(run.bundle(progress={"step": 2}), tmp_path / "b", process=process, writer=writer)
+    assert not caplog.messages  # the wait was short
     assert verify(tmp_path / "a").progress == {"step": 1}  # it was finished before the second began
     assert writer._buffer.data_ptr() == place
     writer.release()
     assert verify(tmp_path / "b").progress == {"step": 2} and writer._buffer is None
+
+
+def test_a_message_says_that_a_save_waits_for_a_slow_one(
+    tmp_path, small_run, process, monkeypatch, caplog
+):
+    run = small_run()
+    writer = Writer()
+    original = saving._write
+
+    def slow(pending):
+        time.sleep(0.3)
+        return original(pending)
+
+    monkeypatch.setattr(saving, "_write", slow)
+    monkeypatch.setattr(writers, "_UNNOTICED", 0.01)
+    save_run(run.bundle(), tmp_path / "a", process=process, writer=writer)
+    save_run(run.bundle(), tmp_path / "b", process=process, writer=writer)
+    writer.wait()
+    (message,) = caplog.messages
+    assert str(tmp_path / "a") in message
 
 
 def test_an_error_surfaces_once_at_the_next_call(tmp_path, small_run, process, monkeypatch):

@@ -25,6 +25,7 @@ from .saving import SaveRanks, complete
 logger: logging.Logger = logging.getLogger(__name__)
 
 _ALIGN = 64  # bytes; the widest vector registers
+_UNNOTICED = 1.0  # seconds that a save waits for the one before without a message
 
 
 @dataclass
@@ -63,13 +64,15 @@ class Writer:
         job = self._job
         if job is None:
             return
-        if for_save and job.thread.is_alive():
-            logger.warning(
-                "the next save waits for %s, whose save has been running for %.0f s: saves take "
-                "longer than the interval between them",
-                job.folder,
-                time.monotonic() - job.began,
-            )
+        if for_save:
+            job.thread.join(_UNNOTICED)
+            if job.thread.is_alive():
+                logger.warning(
+                    "the next save waits for %s, whose save has been running for %.0f s: saves take "
+                    "longer than the interval between them",
+                    job.folder,
+                    time.monotonic() - job.began,
+                )
         job.thread.join()
         self._job = None
         _UNFINISHED.discard(self)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..core.errors import AccelerateError
+from ..core.errors import AccelerateError, ConfigurationError
 from ..runtime.step_exchange import StepExchange
 from .base import Strategy
 
@@ -107,6 +107,11 @@ class ItemWindow:
         # Counts of tokens pass 2**24 in a window: double precision wherever the device has it.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         if isinstance(num_items, torch.Tensor):
+            if num_items.numel() != 1:
+                raise ConfigurationError(
+                    "backward(loss, num_items=...) takes one number, and num_items is a tensor of "
+                    f"shape {list(num_items.shape)}: pass its sum"
+                )
             return num_items.detach().reshape(()).to(device=device, dtype=dtype)
         return torch.tensor(float(num_items), device=device, dtype=dtype)
 
