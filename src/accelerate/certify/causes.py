@@ -256,7 +256,8 @@ TABLE = (
     Cause(
         "other forward", "loss", _always,
         "the parameters before this step are equal: a rank computes with different buffers, uses "
-        "weights that it keeps elsewhere, or draws random numbers",
+        "weights that it keeps elsewhere, or draws random numbers, or the ranks take the mean "
+        "over different numbers of items (backward(loss, num_items=n) counts them)",
     ),
     Cause(
         "missing reduction", "gradient", lambda f: f.replica,
