@@ -171,10 +171,8 @@ class SaveRanks:
 
 
 _RANK_INLINE = 1 << 14  # bytes: generator states stay in the one file of a rank
-_ABSENT = (
-    "Every process must call it, at the same place in the loop; under DDP the main process "
-    "may call it alone."
-)
+_EVERY = "Every process must call it, at the same place in the loop"
+_ABSENT = f"{_EVERY}; under DDP the main process may call it alone."
 
 
 def save_run(
@@ -274,7 +272,10 @@ def _collect_and_meet(
         others = ranks_in_words(range(1, pending.world_size))
         # In data parallelism each rank has all models and optimizers, so that one can save them.
         if any(part.is_partial or part.saves_shards for part in _parts(run)):
-            text = f"rank 0: {others} did not reach `save_state` and went on. {_ABSENT}"
+            text = (
+                f"rank 0: {others} did not reach `save_state` and went on. {_EVERY}: each has a "
+                "part of a model or of an optimizer's state."
+            )
             ranks.refuse(text)
             raise CheckpointError(text)
         pending.is_alone = True
