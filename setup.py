@@ -7,7 +7,7 @@ from pathlib import Path
 from setuptools import setup
 
 readme = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
-readme = re.sub(r"^(!\[[^]]*\]\(docs/.*|<img .*)\n", "", readme, flags=re.MULTILINE)
+readme = re.sub(r"^(!\[[^]]*\]\(docs/.*|<p><img .*)\n", "", readme, flags=re.MULTILINE)
 setup(
     long_description=re.sub(
         r"\[([^]]*)\]\((?!https://)[^)]*\)", r"\1", readme

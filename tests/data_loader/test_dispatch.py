@@ -119,11 +119,17 @@ def test_batches_of_different_shapes_are_handed_out_as_they_were_collated():
     loader = DataLoader(list(range(8)), batch_size=2, collate_fn=padded)
     assert [shard[-1][0] for shard in dealt(loader, ShardSplit(2, even=True))] == [[4, 5], [6, 7]]
     loader = DataLoader(list(range(7)), batch_size=2, collate_fn=padded)
-    with pytest.raises(
-        ValueError, match=r"shapes \(2, 6\), \(1, 7\), \(1, 2\), which cannot be joined"
-    ):
-        dealt(loader, ShardSplit(2, even=True))
-    assert [shard[-1][0] for shard in dealt(loader, ShardSplit(2, exact=True))] == [[4, 5], [6]]
+    for cut in (ShardSplit(2, even=True), ShardSplit(2), ShardSplit(2, exact=True)):
+        right = [6, 6] if cut.even else [6]
+        assert [shard[-1][:2] for shard in dealt(loader, cut)] == [
+            ([4, 5], (2, 1)),
+            (right, (2, 1)),
+        ]
+    loader = DataLoader(list(range(5)), batch_size=2, collate_fn=padded)
+    for split in (False, True):
+        # The first rows of the epoch have a different width.
+        last = [shard[-1][:2] for shard in dealt(loader, ShardSplit(2, split=split, even=True))]
+        assert last == [([4], (1, 0)), ([4], (1, 0))]
 
 
 @pytest.mark.parametrize("kind", ["dataclass", "array", "none", "text"])

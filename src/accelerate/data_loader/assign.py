@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .rows import has_rows, join_rows, repeat_rows, rows_of, take_rows
+from .rows import can_join, has_rows, join_rows, repeat_rows, rows_of, take_rows
 from .steps import ReadPlan, ShardSplit, ShardStep, StreamPosition, completed, real_counts
 
 SliceFunction = Callable[..., Any]
@@ -40,8 +40,8 @@ class BatchAssigner:
     """Assigns batches to shards, step by step.
 
     Each shard gets a batch as it was collated, or a slice of every batch where `plan.cut.split`. The batches of an
-    incomplete last step are joined and split equally. They are filled with the first rows of the epoch where
-    `plan.cut.even`, and nothing is repeated where `plan.cut.exact`.
+    incomplete last step are joined and split equally, unless they are padded to different lengths. They are filled
+    with the first rows of the epoch where `plan.cut.even`, and nothing is repeated where `plan.cut.exact`.
 
     Args:
         plan: how the order is split.
@@ -119,6 +119,8 @@ class BatchAssigner:
                 first, _ = self._start(group, counted)
                 batches = self._unsplit(group, [first])
                 return batches, self._padded(counted)
+            if is_joined and not can_join(group, counted):
+                return self._unjoined(group, counted), self._padded(counted)
         if cut.exact:
             return self._without_repeats(group, counted)
         return self._evenly(group, counted)
@@ -144,6 +146,16 @@ class BatchAssigner:
         if self.cut.even:
             return completed(group, shards, head)
         return completed(group, shards, [NO_BATCH])
+
+    def _unjoined(self, group: list[Any], rows: list[int]) -> list[Any]:
+        """As `_unsplit`, for batches padded to different lengths. With `cut.even`, all get the rows of the longest."""
+        if not self.cut.even:
+            return completed(group, self.cut.shards, [NO_BATCH])
+        longest = max(rows)
+        filled = []
+        for batch, count in zip(group, rows, strict=True):
+            filled.append(repeat_rows(batch, count, longest))
+        return completed(filled, self.cut.shards, filled)
 
     def _padded(self, rows: list[int]) -> tuple[int, ...]:
         return tuple(completed(rows, self.cut.shards, [0]))
@@ -180,6 +192,9 @@ class BatchAssigner:
         missing = part * shards - total
         if missing and self.cut.even:
             first, length = self._start(group, rows)
+            if not can_join([group[0], first], [rows[0], length]):
+                # Padded to other lengths than the first batch.
+                first, length = group[0], rows[0]
             filling = repeat_rows(first, length, missing)
             slices = self._slices([*group, filling], [*rows, missing], part)
             return slices, counts

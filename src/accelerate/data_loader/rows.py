@@ -88,6 +88,15 @@ def join_rows(
     return _per_column(joined, batches, rows)
 
 
+def can_join(batches: list[Any], rows: Sequence[int | None]) -> bool:
+    """Whether `join_rows` can join batches."""
+    try:
+        join_rows(batches, rows)
+    except ValueError:
+        return False
+    return True
+
+
 def _concatenated(columns: list[Any]) -> Any:
     first = columns[0]
     if len(columns) == 1:
