@@ -452,6 +452,41 @@ def test_a_model_that_mixes_documents_is_named(make, named):
     assert "cu_seqlens" in str(raised.value)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+@pytest.mark.parametrize("is_later", [False, True])
+def test_rows_that_only_one_rank_has_packed(layout, is_later):
+    accelerator = start(layout)
+    rank = accelerator.process_index
+    plain, model = own(), accelerator.prepare(own())
+    ids, _ = micro_batch(0, shards=2)
+    mine = ids[rank * ROWS : (rank + 1) * ROWS]
+    if is_later:
+        # A first forward that is packed on no rank.
+        model(mine)
+    lengths = [[16], [16], [5, 11], [8, 8]]
+    kwargs = {}
+    if rank == 1:
+        kwargs["seq_lens"] = lengths[ROWS:]
+    accelerator.backward(model(mine, **kwargs).square().sum())
+    for document in documents_of(ids, lengths):
+        (plain(document[None]).square().sum() / 2).backward()
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    compare(full_gradients(model), expected, 1e-10, "gradients")
+
+
+@on_ranks(2)
+def test_a_model_that_mixes_documents_is_named_on_all_ranks_of_a_sharded_one():
+    accelerator = start("fsdp", "GRU")
+    model = accelerator.prepare(Recurrent())
+    ids, lengths = micro_batch(0)
+    kwargs = {}
+    if accelerator.is_main_process:
+        kwargs["seq_lens"] = lengths
+    with pytest.raises(ConfigurationError, match="GRU"):
+        model(ids, **kwargs)
+
+
 def test_arguments_by_position():
     """Positions that the caller gives are kept."""
     model = start("plain").prepare(own())

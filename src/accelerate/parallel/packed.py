@@ -12,18 +12,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ..collectives.objects import gather_each
 from ..core import trees
 from ..core.availability import is_triton_available
 from ..core.documents import FIELDS, Documents
 from ..core.errors import ConfigurationError
-from ..core.modules import class_name, untraced
+from ..core.modules import class_name, model_has_dtensor, untraced
 from ..torch_internals.attention import (
     PUBLIC_NAME,
     names_of_attention,
     plain_attention,
     replaced_attention,
 )
+from ..torch_internals.compiled import uncompiled
 from .transformers_inputs import adapt_packed, outermost, replace_arguments
 from .unwrap import extract_model_from_parallel
 from .watched_forward import WatchedForward, difference_on_ranks, relative_error, unchanged
@@ -213,13 +216,23 @@ class PackedRows:
         self.attention = attention
         self.sequence = sequence
         self.layout = layout
-        # A trace has no values.
-        has_group = dist.is_available() and dist.is_initialized()
-        self._is_compared: bool = has_group and dist.get_backend() == dist.Backend.FAKE
+        self._is_compared: bool = False
+        self._is_replica: bool = True
+        # Whether the ranks have yet to tell each other if their first forward is packed.
+        self._is_first: bool = False
 
     def watch(self, model: nn.Module) -> None:
         """Add the hooks to a prepared model."""
         plain = extract_model_from_parallel(model, keep_torch_compile=False)
+        if dist.is_available() and dist.is_initialized():
+            self._is_replica = (
+                isinstance(uncompiled(model), DistributedDataParallel)
+                and self.sequence is None
+                and not model_has_dtensor(model)
+            )
+            # A trace has no values.
+            self._is_compared = dist.get_backend() == dist.Backend.FAKE
+            self._is_first = not self._is_replica and not self._is_compared
         self.attention.names |= names_of_attention(plain)
         for part in outermost(plain):
             if part is not plain:
@@ -229,7 +242,11 @@ class PackedRows:
 
     def __call__(self, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> Any:
         """Take the lengths out of the arguments, and add what depends on them."""
-        if "seq_lens" not in kwargs and "cu_seqlens" not in kwargs:
+        is_packed = "seq_lens" in kwargs or "cu_seqlens" in kwargs
+        if not is_packed and not self._is_first:
+            return None
+        is_compared = self._is_to_compare(model, is_packed)
+        if not is_packed and not is_compared:
             return None
         plain = extract_model_from_parallel(model, keep_torch_compile=False)
         signature = inspect.signature(plain.forward)
@@ -248,6 +265,10 @@ class PackedRows:
             return args, kwargs
         tokens = _tokens_of(inputs)
         rows, length = tokens.shape[:2]
+        if is_compared and (taken or not self.layout):
+            untraced(self._compare_first)(model, tokens, args, kwargs)
+        if not is_packed:
+            return None
         region = None
         if self.sequence is not None:
             region = self.sequence.of_inputs(inputs | kwargs, model.training)
@@ -262,9 +283,6 @@ class PackedRows:
                 "documents. Add a seq_lens or cu_seqlens parameter to the forward of "
                 f"{class_name(plain)}, or choose another layout"
             )
-        if not self._is_compared and model.training and torch.is_grad_enabled():
-            self._is_compared = True
-            untraced(self._compare_first)(model, tokens, args, kwargs)
         if taken:
             forms = {"seq_lens": documents.lengths, "cu_seqlens": documents.cu_seqlens, **fields}
             return args, kwargs | {name: forms[name] for name in taken}
@@ -306,6 +324,20 @@ class PackedRows:
 
     # -- the first forward
 
+    def _is_to_compare(self, model: nn.Module, is_packed: bool) -> bool:
+        """Whether this is the forward whose rows are compared.
+
+        A replica compares its first packed one. The forward of another model is a collective, so all ranks compare
+        their first one if it is packed on any of them.
+        """
+        if self._is_compared or not model.training or not torch.is_grad_enabled():
+            return False
+        self._is_compared = True
+        if not self._is_first:
+            return is_packed
+        self._is_first = False
+        return any(untraced(gather_each)(is_packed, operation="the first forward"))
+
     def _compare_first(
         self,
         model: nn.Module,
@@ -313,7 +345,7 @@ class PackedRows:
         args: tuple[object, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """Raise ConfigurationError, on every rank, if documents in a row are not computed as rows of their own.
+        """Raise ConfigurationError if documents in a row are not computed as rows of their own.
 
         The first tokens of each row are computed as one row of two documents, and as two rows. The forwards run in
         evaluation mode and without gradients; afterwards the model and the random generators are as before. A model
@@ -351,8 +383,14 @@ class PackedRows:
                 stack.enter_context(unchanged(model, {"cpu", tokens.device.type}))
                 if self.sequence is not None:
                     stack.enter_context(self.sequence.computing(None))
+                called = model
+                if self._is_replica:
+                    # DDP's forward may synchronize buffers.
+                    called = plain
+                    hook = plain.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
+                    stack.callback(hook.remove)
                 computed.watch(plain, stack)
-                computed.add("the output", model(*inputs, **named))
+                computed.add("the output", called(*inputs, **named))
             return computed
 
         def compare() -> str:
@@ -362,7 +400,8 @@ class PackedRows:
             separate = forward(alone, [[half]] * 2 * rows)
             return _difference(separate, packed)
 
-        difference = difference_on_ranks(compare, f"{class_name(plain)} on packed rows")
+        what = f"{class_name(plain)} on packed rows"
+        difference = difference_on_ranks(compare, what, is_alone=self._is_replica)
         if difference:
             raise ConfigurationError(
                 f"{class_name(plain)} does not compute the documents of a packed row (seq_lens, "

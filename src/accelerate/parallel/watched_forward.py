@@ -81,8 +81,11 @@ def relative_error(expected: torch.Tensor, actual: torch.Tensor) -> float:
     return float(largest / rows.square().mean().sqrt())
 
 
-def difference_on_ranks(compare: Callable[[], str], what: str) -> str:
-    """The first difference that `compare` returns on a rank; empty if there is none, or if it fails on a rank."""
+def difference_on_ranks(compare: Callable[[], str], what: str, is_alone: bool = False) -> str:
+    """The first difference that `compare` returns on a rank; empty if there is none, or if it fails on a rank.
+
+    `is_alone`: this rank asks no other.
+    """
     is_failed, difference = False, ""
     try:
         difference = compare()
@@ -90,7 +93,7 @@ def difference_on_ranks(compare: Callable[[], str], what: str) -> str:
         is_failed = True
         logger.debug(f"{what} was not compared: {error!r}")
     everywhere = [(is_failed, difference)]
-    if dist.is_available() and dist.is_initialized():
+    if not is_alone and dist.is_available() and dist.is_initialized():
         everywhere = gather_each(everywhere[0], operation="the first forward")
     if any(failed for failed, _ in everywhere):
         return ""
