@@ -175,7 +175,7 @@ def check_streamed_weights(device: torch.device) -> None:
 def check_packed(device: torch.device, precision: str) -> None:
     """Check attention in packed rows against that of each document, in the kernel that the device has for it."""
     from accelerate.core.documents import Documents
-    from accelerate.parallel import packed
+    from accelerate.parallel import document_attention
 
     is_gpu = device.type == "cuda"
     scale = 64 if is_gpu else 1
@@ -186,8 +186,10 @@ def check_packed(device: torch.device, precision: str) -> None:
     kernel = None
     if is_gpu:
         is_half = dtype != torch.float32
-        kernel = packed.attend_by_length if is_half else packed.attend_in_blocks
-    assert packed.kernel_for(*inputs) is kernel, f"the kernel is not {kernel}"
+        kernel = (
+            document_attention.attend_by_length if is_half else document_attention.attend_in_blocks
+        )
+    assert document_attention.kernel_for(*inputs) is kernel, f"the kernel is not {kernel}"
     plain = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
     parts = []
     for row, sizes in enumerate(lengths):
@@ -210,7 +212,7 @@ def check_packed(device: torch.device, precision: str) -> None:
         if is_gpu:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        with packed.DocumentAttention().separating(Documents(lengths, device)):
+        with document_attention.DocumentAttention().separating(Documents(lengths, device)):
             output = forward(inputs)
             gradient = torch.autograd.grad(output.float().square().sum(), inputs)[0]
         if is_gpu:

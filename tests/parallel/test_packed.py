@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from accelerate.config.training import TorchDynamoPlugin
 from accelerate.core.documents import Documents
 from accelerate.core.errors import ConfigurationError
-from accelerate.parallel import packed
+from accelerate.parallel import document_attention
 from accelerate.parallel.unwrap import extract_model_from_parallel
 from accelerate.parallelism_config import ParallelismConfig
 
@@ -604,7 +604,7 @@ def attended(lengths, heads, causal, attend=None):
     ]
     options = {"is_causal": causal, "scale": 0.3, "enable_gqa": heads < 4}
     if attend is None:
-        attention = packed.DocumentAttention()
+        attention = document_attention.DocumentAttention()
         with attention.separating(Documents(lengths)):
             output = F.scaled_dot_product_attention(*inputs, **options)
     else:
@@ -645,12 +645,12 @@ def test_kernels_of_devices(monkeypatch, changes, kernel):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(packed, "is_triton_available", lambda: True)
+    monkeypatch.setattr(document_attention, "is_triton_available", lambda: True)
     is_deterministic = changes.get("deterministic", False)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
     query = tensor(**{**changes, "heads": 4})
-    found = packed.kernel_for(query, tensor(**changes), tensor(**changes))
-    assert found is (kernel and getattr(packed, kernel))
+    found = document_attention.kernel_for(query, tensor(**changes), tensor(**changes))
+    assert found is (kernel and getattr(document_attention, kernel))
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -671,7 +671,9 @@ def test_kernels_by_length_get_documents(monkeypatch, causal):
         return torch.cat(parts)
 
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(packed, "kernel_for", lambda *_: packed.attend_by_length)
+    monkeypatch.setattr(
+        document_attention, "kernel_for", lambda *_: document_attention.attend_by_length
+    )
     _, lengths = micro_batch(0)
     expected = attended(lengths, 4, causal, attend)
     torch.testing.assert_close(attended(lengths, 4, causal), expected, rtol=0, atol=1e-10)
@@ -700,8 +702,10 @@ def test_kernels_in_blocks_get_documents(monkeypatch, causal):
         torch.testing.assert_close(computed, output, rtol=0, atol=1e-10)
         return output
 
-    monkeypatch.setattr(packed, "compiled_flex_attention", lambda: flex)
-    monkeypatch.setattr(packed, "kernel_for", lambda *_: packed.attend_in_blocks)
+    monkeypatch.setattr(document_attention, "compiled_flex_attention", lambda: flex)
+    monkeypatch.setattr(
+        document_attention, "kernel_for", lambda *_: document_attention.attend_in_blocks
+    )
     lengths = [[300, 100, 1, 99, 200], [128, 384, 188]]
     expected = attended(lengths, 2, causal, attend)
     torch.testing.assert_close(attended(lengths, 2, causal), expected, rtol=0, atol=1e-10)

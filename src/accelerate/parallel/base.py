@@ -17,9 +17,9 @@ from ..core.errors import PrepareError
 from ..core.modules import move_module
 from ..core.objects import NullContext
 from ..precision.base import Precision
+from .document_attention import DocumentAttention
 from .gradients import clip_values, gradients_of, local, multiply
 from .matrices import has_views, share_step
-from .packed import DocumentAttention
 from .prepared import PreparedModel
 
 if TYPE_CHECKING:
