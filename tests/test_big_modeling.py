@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from accelerate import Accelerator
 from accelerate.big_modeling import (
     attach_layerwise_casting_hooks,
     cpu_offload,
@@ -23,6 +24,7 @@ from accelerate.big_modeling import (
     init_on_device,
     load_checkpoint_and_dispatch,
 )
+from accelerate.core.errors import PrepareError
 from accelerate.hooks import remove_hook_from_submodules
 from accelerate.placement.align import get_state_dict_offloaded_model
 
@@ -126,6 +128,31 @@ def test_offload_of_the_whole_model(model, ids, plain, way, buffers, tmp_path):
     )
     remove_hook_from_submodules(model)
     assert torch.equal(model(ids)["logits"], plain)
+
+
+@pytest.mark.parametrize("way", ["cpu", "disk", "map"])
+def test_an_offloaded_model_is_prepared_in_place(
+    model, ids, plain, way, tmp_path, caplog, monkeypatch
+):
+    if way == "cpu":
+        cpu_offload(model)
+    elif way == "disk":
+        disk_offload(model, tmp_path)
+    else:
+        dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
+    assert torch.equal(model(ids)["logits"], plain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+    logits = prepared(ids)["logits"]
+    assert torch.equal(logits, plain)
+    accelerator.backward(logits.sum())
+    optimizer.step()
+    assert "parameters are offloaded" in caplog.text
+    monkeypatch.setattr(Accelerator, "use_distributed", True)
+    with pytest.raises(PrepareError, match=r"Model is offloaded.*several processes"):
+        Accelerator(cpu=True).prepare(model)
 
 
 def test_disk_offload_uses_what_the_folder_holds(model, ids, plain, tmp_path):

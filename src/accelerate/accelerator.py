@@ -50,7 +50,7 @@ from .parallel.packed import PackedRows
 from .parallel.placeholders import refuse_placeholder
 from .parallel.prepared import PreparedModel, added_parameter
 from .parallel.unwrap import add_forward_methods, check_names, extract_model_from_parallel
-from .placement.align import get_state_dict_offloaded_model, has_offloaded_params
+from .placement.align import get_state_dict_offloaded_model, is_offloaded
 from .placement.subclasses import check_quantized, refuse_lost_gradients
 from .precision.modules import check_matches
 from .run.accumulation import AccumulatedBatch, Accumulation
@@ -554,12 +554,14 @@ class Accelerator(RunInterface):
                 bundle.place.append(is_placed)
         for i, model in enumerate(bundle.models):
             quantized = check_quantized(model, self.device, training=not evaluation)
-            if bundle.place[i] and self.verify_device_map(model):
+            is_spread = self.verify_device_map(model)
+            if bundle.place[i] and (is_spread or is_offloaded(model)):
                 bundle.place[i] = False
                 if self.use_distributed and not evaluation:
                     raise PrepareError(
-                        f"{type(model).__name__} is distributed over several devices by its device_map, and several "
-                        "processes cannot train such a model. Load it without device_map='auto', or start one process."
+                        f"{type(model).__name__} is offloaded, or distributed over several devices by its device_map, "
+                        "and several processes cannot train such a model. Load it without device_map='auto', or start "
+                        "one process."
                     )
             if quantized:
                 bundle.place[i] = False
@@ -1331,7 +1333,7 @@ class Accelerator(RunInterface):
             accelerator.save(state, "model.bin")
         """
         prepared = self.prepared_model(model)
-        if any(has_offloaded_params(module) for module in model.modules()):
+        if is_offloaded(model):
             return get_state_dict_offloaded_model(model)
         unwrap_model = self.replacement("unwrap_model")
         with self.precision.swap_in_master_weights([model], [], [prepared.swappable()]):

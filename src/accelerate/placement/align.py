@@ -528,6 +528,11 @@ def has_offloaded_params(module: nn.Module) -> bool:
     return offloading_hook(module) is not None
 
 
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether hooks load weights of a module of `model` for its forward pass."""
+    return any(has_offloaded_params(module) for module in model.modules())
+
+
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Place | None = None) -> Iterator[None]:
     """Return a context in which `module`'s own weights are on `execution_device`, even if they are offloaded.

@@ -317,6 +317,11 @@ class FirstStepCheck(RunObserver):
             reason = (
                 "none of its parameters has a gradient: call accelerator.backward(loss) before it"
             )
+        elif all(parameter.is_meta for parameter in parameters):
+            reason = (
+                "its parameters are offloaded, so nothing is trained: place what you train on a device, with "
+                "dispatch_model"
+            )
         elif self._has_infinite_loss:
             return
         elif optimizer in self._reached:
