@@ -449,8 +449,8 @@ class Supervisor:
         lines = [f"accelerate: ended by {name}; all processes are gone"]
         if self._is_unsaved and self.spec.stop_within is not None:
             lines.append(
-                "  --stop_within: no process handled the signal, so nothing was saved. Call accelerator.resume() "
-                'after prepare(), or use Accelerator(resume="auto")'
+                "  --stop_within: nothing was saved, because the script was stopped before it called "
+                'accelerator.resume(), or does not call it (Accelerator(resume="auto") does)'
             )
         self._print(lines)
         return 128 + number
