@@ -177,7 +177,7 @@ def test_a_mismatch_is_explained_and_ends_by_the_limit():
         "Every rank must call the same collectives in the same order",
     ):
         assert words in report.stderr, report.stderr
-    words = "CommunicationError: rank 0: the connection to another rank failed in `reduce`"
+    words = "CommunicationError: rank 0: the wait for another rank timed out in `reduce`"
     assert words in first.stderr, first.stderr
     # One rank is a batch ahead because of the mistake.
     assert "Uneven batches?" not in first.stderr + second.stderr

@@ -452,6 +452,7 @@ LOST_MESSAGES = [
     "torch.distributed.DistStoreError: failure",
     "accelerate.core.errors.CommunicationError: failure",
     "rank 0: the connection to another rank failed in `gather`",
+    "rank 0: the wait for another rank timed out in `gather`",
     "rank 0: the other ranks cannot be reached (save): reset",
     "the store of the run is gone",
 ]

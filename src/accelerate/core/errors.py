@@ -168,6 +168,7 @@ LOST_CONNECTION = (
     r"DistStoreError",
     r"CommunicationError:",
     r"connection to another rank failed",
+    r"wait for another rank timed out",
     r"other ranks cannot be reached",
     r"the store of the run is gone",
 )

@@ -21,6 +21,10 @@ from .calls import LEDGER, Call
 _CLOSED = re.compile(
     r"(?i)Connection (closed|reset) by peer|Broken pipe|Socket closed|remote process exited"
 )
+# Those of gloo and NCCL that say that a collective has waited as long as it may.
+_TIMED_OUT = re.compile(
+    r"(?i)timed out waiting \d+ms|timeout caused pair closure|collective operation timeout"
+)
 # Seconds to wait for a cause, and for the rank that asks those without a word.
 GRACE, PATIENCE = 1.0, 5.0
 
@@ -77,6 +81,8 @@ def explanation(operation: str, error: BaseException | None = None, at: str | No
     at = at or user_line()
     if error is None:
         what = "another rank is not in"
+    elif _TIMED_OUT.search(str(error)):
+        what = "the wait for another rank timed out in"
     else:
         what = "the connection to another rank failed in"
     where = f"at {at}"
