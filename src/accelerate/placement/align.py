@@ -530,7 +530,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 def is_offloaded(model: nn.Module) -> bool:
     """Whether hooks load weights of a module of `model` for its forward pass."""
-    return any(has_offloaded_params(module) for module in model.modules())
+    return any(map(has_offloaded_params, model.modules()))
 
 
 @contextmanager
