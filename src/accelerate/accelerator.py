@@ -934,7 +934,7 @@ class Accelerator(RunInterface):
             optimizer.step()
         """
         for observer in self._loop.active:
-            observer.before_backward(loss)
+            observer.before_backward(loss, num_items)
         self._loop.update_scale()
         window = self._accumulation
         window.weight = 1.0
@@ -1014,7 +1014,7 @@ class Accelerator(RunInterface):
                 "lomo_backward needs a prepared LOMO optimizer (from the lomo_optim package)"
             )
         for observer in self._loop.active:
-            observer.before_backward(loss)
+            observer.before_backward(loss, None)
         for optimizer in fused:
             optimizer.optimizer.fused_backward(loss, learning_rate)
         self._loop.after_backward(loss, None)

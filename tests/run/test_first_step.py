@@ -371,6 +371,22 @@ def test_a_loader_that_was_not_prepared():
 
 
 @on_ranks(2)
+def test_a_number_of_items_on_one_rank():
+    logged = recorded()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, _, _ = accelerator.prepare(*build())
+    with accelerator.accumulate(model):
+        loss = model(torch.randn(2, 4)).mean()
+        if accelerator.is_main_process:
+            accelerator.backward(loss)
+            # Another collective here would end the process.
+            torch.distributed.all_reduce(torch.zeros((), dtype=torch.float64))
+        else:
+            accelerator.backward(loss, num_items=2)
+    once(logged, "rank 1 passes num_items", "rank 0 does not")
+
+
+@on_ranks(2)
 def test_samples_that_each_process_chooses():
     logged = recorded()
     accelerator = Accelerator(cpu=True)

@@ -106,7 +106,7 @@ class RecordedRun(RunObserver):
         self._batches += 1
         self._forward.begin_loop()
 
-    def before_backward(self, loss: Any) -> None:
+    def before_backward(self, loss: Any, num_items: Any) -> None:
         """What is computed from here on is computed again, or is that of another batch."""
         self._forward.stop()
 

@@ -31,7 +31,7 @@ class RunObserver:
     def end_pass(self, loader: Any) -> None:
         """A pass over a loader has ended, complete or not."""
 
-    def before_backward(self, loss: Any) -> None:
+    def before_backward(self, loss: Any, num_items: Any) -> None:
         """`accelerator.backward` was called."""
 
     def after_backward(self, loss: Any, num_items: Any) -> None:

@@ -107,10 +107,12 @@ class FirstStepCheck(RunObserver):
             handle = prepared.module.register_forward_pre_hook(_before_forward, with_kwargs=True)
             self._forward_hooks.append(handle)
 
-    def before_backward(self, loss: Any) -> None:
+    def before_backward(self, loss: Any, num_items: Any) -> None:
         """Count the backwards, and compare what was trained on in the first of them."""
         self._backwards += 1
         self._is_in_backward, self._stepped_too_early = True, False
+        if self._backwards == 1:
+            self._compare_items(num_items is not None)
         loader = GradientState().active_dataloader
         if self._backwards == 1 and loader is not None:
             # What the models were called with before, as with dummies, was not the batch.
@@ -358,6 +360,24 @@ class FirstStepCheck(RunObserver):
         if run is None:
             return 1
         return run.strategy.data_shard[1]
+
+    def _compare_items(self, has_items: bool) -> None:
+        """Log that only some ranks pass `num_items`, before their different collectives meet."""
+        run = self._run()
+        if run is None or self._count_shards() == 1:
+            return
+        rank = run.state.process_index
+        first = self._first("items", [rank, has_items])
+        if first is None or first[1] == has_items:
+            return
+        passing, other = rank, first[0]
+        if not has_items:
+            passing, other = other, rank
+        self._log(
+            f"{user_line()}: rank {passing} passes num_items to accelerator.backward, and rank {other} does not. "
+            "Without it on all ranks, they make different collectives, which can end a process "
+            "or never end. A rank without items passes num_items=0"
+        )
 
     def _compare_batches(self) -> None:
         """Report batches that are equal on ranks that are to read different ones."""

@@ -158,7 +158,7 @@ class RunRecorder(RunObserver):
 
     # -- the step
 
-    def before_backward(self, loss: Any) -> None:
+    def before_backward(self, loss: Any, num_items: Any) -> None:
         """The forward ends."""
         now = perf_counter()
         self._forward += now - self._mark
