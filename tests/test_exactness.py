@@ -275,12 +275,15 @@ def test_batches_of_other_weights_in_one_loss(nproc):
     assert number == 2
 
 
-def test_a_number_of_items_for_each_row_is_refused_with_its_shape():
+def test_wrong_numbers_of_items_are_refused():
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(2, 1))
     loss = model(torch.ones(3, 2)).mean()
     with pytest.raises(ConfigurationError, match=r"num_items.*\[3\]"):
         accelerator.backward(loss, num_items=torch.ones(3))
+    for number in (-3, float("nan"), float("inf")):
+        with pytest.raises(ConfigurationError, match=f"num_items.* {number} "):
+            accelerator.backward(loss, num_items=number)
 
 
 def test_samples_that_collate_leaves_out(caplog):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -113,7 +114,13 @@ class ItemWindow:
                     f"shape {list(num_items.shape)}: pass its sum"
                 )
             return num_items.detach().reshape(()).to(device=device, dtype=dtype)
-        return torch.tensor(float(num_items), device=device, dtype=dtype)
+        count = float(num_items)
+        if not 0 <= count < math.inf:
+            raise ConfigurationError(
+                "backward(loss, num_items=...) takes the number of items that the loss is a mean "
+                f"over, which {num_items} cannot be"
+            )
+        return torch.tensor(count, device=device, dtype=dtype)
 
 
 def _first(references: Mapping[int, float | None]) -> float | None:
