@@ -798,6 +798,10 @@ def test_flash_attention_gets_bounds():
         ({"seq_lens": torch.full((2, 1, 1), 16)}, "seq_lens.*list"),
         ({"cu_seqlens": torch.tensor([0.0, 16.0, 32.0])}, "cu_seqlens.*float"),
         ({"cu_seqlens": [[0, 16], [0, 16]]}, "cu_seqlens.*list"),
+        (
+            {"seq_lens": [[5, 11], [16]], "cu_seqlens": torch.tensor([0, 7, 16, 32])},
+            "seq_lens.*cu_seqlens.* 5",
+        ),
     ],
 )
 def test_lengths_that_do_not_fit(lengths, message):

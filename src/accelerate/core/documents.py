@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Mapping
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -57,7 +57,8 @@ class Documents:
         """The documents that a batch of so many rows has; None without `seq_lens` and `cu_seqlens`.
 
         Raises:
-            ConfigurationError: naming the field, for lengths that are not those of documents in these rows.
+            ConfigurationError: naming the field, for lengths that are not those of documents in these rows; naming
+                both, if they contradict each other.
         """
         field = next((name for name in FIELDS if batch.get(name) is not None), None)
         if field is None:
@@ -80,6 +81,16 @@ class Documents:
                     f"the row has {length}. Each document needs at least 1 token, and padding "
                     "counts as the last document of a row. In a tensor, zeros can fill the end "
                     "of a row"
+                )
+        bounds = batch.get("cu_seqlens")
+        if field == "seq_lens" and bounds is not None:
+            by_lengths = {0, *accumulate(chain(*lengths))}
+            by_bounds = set(torch.as_tensor(bounds).flatten().tolist())
+            contradicting = by_lengths ^ by_bounds
+            if contradicting:
+                raise ConfigurationError(
+                    "seq_lens and cu_seqlens of a batch contradict each other: only one of them has "
+                    f"a document that begins or ends at token {min(contradicting)}. Pass one of them"
                 )
         return cls(lengths, device)
 
