@@ -426,6 +426,7 @@ def test_bad_input():
     cases = {
         "blocks.0.up.bias": None,
         "blocks.0.up.weight": lambda p, group: (3, 5),
+        "Parameter for .*weight": lambda p, group: p,
         "odd.weight": lambda p, group: p.shape if p.shape[0] != 5 else (2, 2, 10),
     }
     for name, viewed in cases.items():

@@ -17,6 +17,7 @@ import contextlib
 import inspect
 import itertools
 import math
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -124,7 +125,13 @@ def _shape_of(
         viewed = shapes(parameter, group)
         if viewed is None:
             return None
-        shape = tuple(viewed)
+        try:
+            shape = tuple(map(operator.index, viewed))
+        except TypeError as error:
+            raise PrepareError(
+                f"the shapes of register_matrix_optimizer returned a {type(viewed).__name__} for {name} of "
+                f"{type(optimizer).__name__}, not a shape: return a tuple of integers such as parameter.shape, or None"
+            ) from error
     about = (
         f"{type(optimizer).__name__} updates matrices, but {name} has the shape "
         f"{list(parameter.shape)}"
