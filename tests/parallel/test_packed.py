@@ -553,6 +553,20 @@ def test_a_model_that_takes_bounds_gets_them():
     torch.testing.assert_close(model(ids, **fields("cu_seqlens", lengths)), output)
 
 
+def test_lengths_with_another_meaning_are_left_to_the_forward():
+    """`seq_lens` are also the lengths of padded rows."""
+
+    class Padded(nn.Module):
+        def forward(self, inputs, seq_lens, cu_seqlens=None):
+            self.got = seq_lens, cu_seqlens
+            return inputs
+
+    model = start("plain").prepare(Padded())
+    for lengths, bounds in ((torch.tensor([7, 3, 5]), None), ([7, 3, 5], torch.tensor([0, 3]))):
+        model(torch.zeros(3, 7), seq_lens=lengths, cu_seqlens=bounds)
+        assert model.got[0] is lengths and model.got[1] is bounds
+
+
 def test_the_comparison_leaves_no_trace():
     model = start("plain").prepare(Encoder())
     state = torch.get_rng_state()

@@ -85,6 +85,9 @@ class PackedRows:
         signature = inspect.signature(plain.forward)
         parameters = signature.parameters
         taken = [name for name in FIELDS if name in parameters]
+        if is_packed and taken and not kwargs.keys() & (set(FIELDS) - set(taken)):
+            # What they mean is up to the forward: they may be the lengths of padded rows.
+            return None
         fields = {name: kwargs[name] for name in FIELDS if kwargs.get(name) is not None}
         kwargs = {name: value for name, value in kwargs.items() if name not in FIELDS}
         kinds = {parameter.kind for parameter in parameters.values()}
@@ -98,7 +101,7 @@ class PackedRows:
             return args, kwargs
         tokens = _tokens_of(inputs)
         rows, length = tokens.shape[:2]
-        if is_compared and (taken or not self.layout):
+        if is_compared and not taken and not self.layout:
             untraced(self._compare_first)(model, tokens, args, kwargs)
         if not is_packed:
             return None
