@@ -279,8 +279,9 @@ def test_hooks_read_and_write_local_folders(bucket: BucketPath) -> None:
 
 
 def test_a_background_save_waits_for_the_copy_only(
-    bucket: BucketPath, caplog: pytest.LogCaptureFixture
+    bucket: BucketPath, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("accelerate.checkpointing.writer._UNNOTICED", 0.0)
     with S3Server(faults=lambda request: "slow", slow=0.2) as server:
         run = a_run(steps=1)
         writer = Writer()

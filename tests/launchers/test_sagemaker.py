@@ -625,7 +625,7 @@ def test_how_version_3_starts_the_processes(client_3, kind, more, expected):
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ("{volum_size: 1}", ["not have volum_size", "volume_size"]),
+        ("{volum_size: 1}", ["no volum_size", "volume_size"]),
         # One error for all.
         (
             "{compute: {instance_typ: a}, foo: 1, distributed: {smp: {tensor_degree: 2}}}",
