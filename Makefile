@@ -179,7 +179,7 @@ $(DEMO_STAMP): pyproject.toml
 	$(call make_venv)
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
 		echo "Downloading $(TORCH) into $(VENV): about 3 GB with CUDA on Linux, 0.2 GB elsewhere. The demo itself then takes a minute."; \
-		echo "Without CUDA it is 0.2 GB: make demo PIP_INDEX=https://download.pytorch.org/whl/cpu"; \
+		echo "Without CUDA it is 0.2 GB: make demo PIP_INDEX=URL, with the URL of the CPU builds from the install page of PyTorch."; \
 		$(PIP_INSTALL) $(addprefix --index-url ,$(PIP_INDEX)) "$(TORCH)"; }
 	@echo "Installing this package with numpy, safetensors, psutil, packaging, PyYAML and rich: about 25 MB."
 	@$(PIP_INSTALL) --editable .
