@@ -119,7 +119,7 @@ class BatchAssigner:
                 first, _ = self._start(group, counted)
                 batches = self._unsplit(group, [first])
                 return batches, self._padded(counted)
-            if is_joined and not can_join(group, counted):
+            if is_joined and len(group) > 1 and not can_join(group, counted):
                 return self._unjoined(group, counted), self._padded(counted)
         if cut.exact:
             return self._without_repeats(group, counted)

@@ -79,9 +79,10 @@ class DocumentAttention:
         documents = self.documents
         shape = query.shape[0], query.shape[-2]
         if documents is not None and documents.numbers.shape == shape and key.shape[-2] == shape[1]:
-            kernel = kernel_for(query, key, value)
-            if kernel is not None and attn_mask is None and dropout_p == 0.0:
-                return kernel(query, key, value, documents, is_causal, scale)
+            if attn_mask is None and dropout_p == 0.0:
+                kernel = kernel_for(query, key, value)
+                if kernel is not None:
+                    return kernel(query, key, value, documents, is_causal, scale)
             attn_mask = documents.mask(is_causal, attn_mask)
             is_causal = False
             if query.dim() == 3:

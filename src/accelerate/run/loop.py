@@ -168,13 +168,11 @@ class MainLoop(RunLoop):
         If some of them do not step, it is updated before the next backward.
         """
         optimizer.awaits_scale = True
-        if SCALER_CHECKS.is_on:
-            for other in self._scaled_optimizers():
-                if not other.awaits_scale:
-                    return
-        optimizer.awaits_scale = False
-        for other in self._scaled_optimizers():
-            other.awaits_scale = False
+        optimizers = self._scaled_optimizers()
+        if SCALER_CHECKS.is_on and not all(other.awaits_scale for other in optimizers):
+            return
+        for stepped in (optimizer, *optimizers):
+            stepped.awaits_scale = False
         super().after_scaled_step(optimizer)
 
     def update_scale(self) -> None:
